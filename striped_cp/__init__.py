@@ -1,0 +1,1 @@
+"""Striped context parallelism: exact ring attention in which every rank does the same work."""
