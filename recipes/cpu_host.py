@@ -1,0 +1,134 @@
+"""The one module that lets torchtitan 0.2.2 run on a host without an accelerator.
+
+On a host with an accelerator `install` changes nothing. Everything here was found by running torchtitan
+0.2.2 with torch 2.13 on CPU; each function says which line of theirs it is for.
+"""
+
+import functools
+import os
+import resource
+import sys
+import time
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+_PROC_STATUS = "/proc/self/status"
+_PROC_CLEAR_REFS = "/proc/self/clear_refs"
+
+
+def is_cpu_host() -> bool:
+    """Whether torch sees no accelerator on this host."""
+    return not torch.accelerator.is_available()
+
+
+def install() -> None:
+    """Make torchtitan choose the CPU; must run before torchtitan is imported. No-op with an accelerator.
+
+    `torchtitan.tools.utils` (0.2.2) asks torch for the device type once, at import, falls back to "cuda",
+    and every other module copies its answer. The two torch functions it asks are replaced only while it is
+    imported, so that torch itself keeps its own.
+    """
+    if not is_cpu_host():
+        return
+    if "torchtitan" in sys.modules:
+        raise RuntimeError(
+            "recipes must be imported before torchtitan: it fixes torchtitan's device"
+        )
+    with (
+        mock.patch("torch._utils._get_available_device_type", lambda: "cpu"),
+        mock.patch("torch._utils._get_device_module", lambda device_type: CpuDevice()),
+    ):
+        from torchtitan.tools import utils
+    # torchtitan 0.2.2 runs `lspci`, warns when it is missing, and assumes an A100 (312 TFLOPS).
+    utils.get_peak_flops = lambda device_name: measured_peak_flops()
+
+
+def use_sum_reductions(model: nn.Module) -> None:
+    """Let FSDP2 reduce gradients with SUM.
+
+    torchtitan switches FSDP2's division off with `set_gradient_divide_factor(1.0)`, which torch turns into
+    a PREMUL_SUM: gloo has none ("Cannot use ReduceOp.PREMUL_SUM with Gloo").
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+
+
+class CpuDevice:
+    """`torch.cpu` with the calls of `torch.cuda` that torchtitan's trainer and memory monitor make.
+
+    The memory of a CPU "device" is this process's resident set: what a host runs out of.
+    """
+
+    def __getattr__(self, name: str):
+        return getattr(torch.cpu, name)
+
+    @staticmethod
+    def current_device() -> int:
+        """0, where `torch.cpu` says "cpu": `torch.distributed.barrier(device_ids=...)` takes integers."""
+        return 0
+
+    @staticmethod
+    def get_device_name(device: torch.device | None = None) -> str:
+        return "CPU"
+
+    @staticmethod
+    def get_device_properties(device: torch.device | None = None) -> SimpleNamespace:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return SimpleNamespace(name="CPU", total_memory=total)
+
+    @staticmethod
+    def memory_stats(device: torch.device | None = None) -> dict[str, int]:
+        peak = peak_resident_bytes()
+        return {
+            "active_bytes.all.peak": peak,
+            "reserved_bytes.all.peak": peak,
+            "num_alloc_retries": 0,
+            "num_ooms": 0,
+        }
+
+    @staticmethod
+    def reset_peak_memory_stats() -> None:
+        """Restart the peak at the present resident set, where the kernel allows it (Linux)."""
+        try:
+            with open(_PROC_CLEAR_REFS, "w") as file:
+                file.write("5")
+        except OSError:
+            pass  # the peak is then the one since the process started
+
+    @staticmethod
+    def empty_cache() -> None:
+        """Nothing to return: the CPU allocator keeps no cache."""
+
+
+def peak_resident_bytes() -> int:
+    """Peak resident set of this process in bytes, since the last reset."""
+    try:
+        with open(_PROC_STATUS) as file:
+            for line in file:
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+@functools.cache
+def measured_peak_flops(size: int = 768, repeats: int = 8) -> float:
+    """Float32 matmul rate of this process in FLOP/s: the best of a few short products (about 0.1 s).
+
+    A CPU has no data-sheet number that fits its thread count, so the MFU of a CPU run compares with what a
+    large matmul reaches here with the same threads.
+    """
+    a, b = torch.randn(size, size), torch.randn(size, size)
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        torch.mm(a, b)
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
