@@ -1,7 +1,7 @@
 """The one module that lets torchtitan 0.2.2 run on a host without an accelerator.
 
-On a host with an accelerator `install` changes nothing. Everything here was found by running torchtitan
-0.2.2 with torch 2.13 on CPU; each function says which line of theirs it is for.
+On a host with an accelerator `install` changes nothing. Everything here was found by running
+torchtitan 0.2.2 with torch 2.13 on CPU; each function says what it is for.
 """
 
 import functools
@@ -26,21 +26,19 @@ def is_cpu_host() -> bool:
 
 
 def install() -> None:
-    """Make torchtitan choose the CPU; must run before torchtitan is imported. No-op with an accelerator.
+    """Make torchtitan choose the CPU; call it before torchtitan is imported.
 
-    `torchtitan.tools.utils` (0.2.2) asks torch for the device type once, at import, falls back to "cuda",
-    and every other module copies its answer. The two torch functions it asks are replaced only while it is
-    imported, so that torch itself keeps its own.
+    `torchtitan.tools.utils` (0.2.2) asks torch for the device type once, at import, falls back to
+    "cuda", and every other module copies its answer. The two torch functions it asks are replaced
+    only while it is imported, so that torch itself keeps its own.
     """
     if not is_cpu_host():
         return
     if "torchtitan" in sys.modules:
-        raise RuntimeError(
-            "recipes must be imported before torchtitan: it fixes torchtitan's device"
-        )
+        raise RuntimeError("import recipes before torchtitan: it fixes torchtitan's device")
     with (
-        mock.patch("torch._utils._get_available_device_type", lambda: "cpu"),
-        mock.patch("torch._utils._get_device_module", lambda device_type: CpuDevice()),
+        mock.patch("torch._utils._get_available_device_type", return_value="cpu"),
+        mock.patch("torch._utils._get_device_module", return_value=CpuDevice()),
     ):
         from torchtitan.tools import utils
     # torchtitan 0.2.2 runs `lspci`, warns when it is missing, and assumes an A100 (312 TFLOPS).
@@ -50,8 +48,8 @@ def install() -> None:
 def use_sum_reductions(model: nn.Module) -> None:
     """Let FSDP2 reduce gradients with SUM.
 
-    torchtitan switches FSDP2's division off with `set_gradient_divide_factor(1.0)`, which torch turns into
-    a PREMUL_SUM: gloo has none ("Cannot use ReduceOp.PREMUL_SUM with Gloo").
+    torchtitan 0.2.2 switches FSDP2's division off with `set_gradient_divide_factor(1.0)`, which
+    torch 2.13 turns into a PREMUL_SUM: "Cannot use ReduceOp.PREMUL_SUM with Gloo".
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -69,7 +67,7 @@ class CpuDevice:
 
     @staticmethod
     def current_device() -> int:
-        """0, where `torch.cpu` says "cpu": `torch.distributed.barrier(device_ids=...)` takes integers."""
+        """0 where `torch.cpu` says "cpu": `barrier(device_ids=...)` takes integers."""
         return 0
 
     @staticmethod
@@ -120,12 +118,12 @@ def peak_resident_bytes() -> int:
 
 @functools.cache
 def measured_peak_flops(size: int = 768, repeats: int = 8) -> float:
-    """Float32 matmul rate of this process in FLOP/s: the best of a few short products (about 0.1 s).
+    """Float32 matmul rate of this process in FLOP/s: the best of a few products, about 0.1 s.
 
-    A CPU has no data-sheet number that fits its thread count, so the MFU of a CPU run compares with what a
-    large matmul reaches here with the same threads.
+    A CPU has no data-sheet number that fits its thread count, so the MFU of a CPU run compares with
+    what a large matmul reaches here with the same threads.
     """
-    a, b = torch.randn(size, size), torch.randn(size, size)
+    a, b = torch.ones(size, size), torch.ones(size, size)
     best = float("inf")
     for _ in range(repeats):
         start = time.perf_counter()
