@@ -1,0 +1,234 @@
+"""The TOML schema, and how a run reads it.
+
+The schema is torchtitan 0.2.2's `JobConfig` with four sections more: `striped_cp`, `documents`,
+`rope`, and `memory`. `load_config` reads a TOML file and command-line overrides through
+torchtitan's own parser, between the checks of `config_types` and `config_checks`. Nothing here
+touches a process group or a device: the planner reads its TOML the same way as the trainer.
+"""
+
+import contextlib
+import io
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torchtitan.config import ConfigManager
+from torchtitan.config import job_config as titan
+
+from recipes.config_checks import check_config, check_launch
+from recipes.config_types import InvalidSetting, check_table
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+@dataclass
+class Model(titan.Model):
+    name: Literal["llama3_striped"] = "llama3_striped"
+    """The one model of this project: LLaMA-3 with striped context parallelism"""
+
+    flavor: Literal["debugmodel", "1B", "3B", "8B", "70B", "405B"] = "debugmodel"
+    """Size of the model"""
+
+    hf_assets_path: str = "assets/tokenizer"
+    """Folder with the tokenizer, and with Hugging Face weights where those are loaded"""
+
+
+@dataclass
+class Training(titan.Training):
+    dataset: str = "sample"
+    """Dataset to use: "sample" is the bundled corpus"""
+
+
+@dataclass
+class Parallelism(titan.Parallelism):
+    context_parallel_load_balancer: Literal["striped", "headtail", "contiguous"] = "striped"
+    """Which rank of the ring holds which token. "contiguous" is the unbalanced ring"""
+
+    context_parallel_rotate_method: Literal["", "allgather", "alltoall"] = ""
+    """Not used: torch's own ring reads it, this project's is striped_cp.rotate_method"""
+
+    def __post_init__(self) -> None:
+        """Nothing: torchtitan's check of the load balancer knows only its own ones."""
+
+
+@dataclass
+class Validation(titan.Validation):
+    dataset: str = "sample"
+    """Dataset to use for validation"""
+
+    local_batch_size: int = -1
+    """Batch size for validation. -1: training.local_batch_size"""
+
+    seq_len: int = -1
+    """Sequence length for validation. -1: training.seq_len"""
+
+    def __post_init__(self) -> None:
+        """Nothing: torchtitan's range check is an assertion, `config_checks` has a message."""
+
+
+@dataclass
+class StripedCP:
+    block_size: int = 1
+    """Tokens per stripe; 1 is balanced for any packing of documents"""
+
+    rotate_method: Literal["ring", "allgather"] = "ring"
+    """How keys and values reach the ranks: hop by hop in O(S/P) memory, or at once in O(S)"""
+
+    kernel: Literal["auto", "flash", "cudnn", "flex", "cpu", "reference"] = "auto"
+    """Attention kernel of a tile of the ring"""
+
+
+@dataclass
+class Documents:
+    mask: bool = True
+    """Whether tokens of a packed sequence attend within their own document only"""
+
+
+@dataclass
+class Rope:
+    theta: float = 500000.0
+    """Base of the rotary frequencies"""
+
+    scaling: Literal["none", "llama3", "yarn"] = "llama3"
+    """Frequency scaling: "none" for LLaMA-3 weights, "llama3" for 3.1 and later"""
+
+    scaling_factor: float = 8.0
+    """How many times the original length the scaled frequencies cover"""
+
+    low_freq_factor: float = 1.0
+    """Wavelengths above original_max_position_embeddings / low_freq_factor are scaled in full"""
+
+    high_freq_factor: float = 4.0
+    """Wavelengths below original_max_position_embeddings / high_freq_factor are left alone"""
+
+    original_max_position_embeddings: int = 8192
+    """Sequence length of the pre-training that the frequencies were made for, in tokens"""
+
+
+@dataclass
+class Memory:
+    loss_chunk_tokens: int = 2048
+    """Tokens whose logits exist at a time. 0: those of the whole local sequence"""
+
+    mlp_chunk_tokens: int = 0
+    """Tokens that pass through the MLP at a time. 0: the whole local sequence"""
+
+    recompute_attention: bool = False
+    """Whether activation checkpointing runs the ring again in the backward pass"""
+
+    offload_checkpoints: bool = False
+    """Whether the checkpointed inputs of the blocks wait in host memory"""
+
+
+@dataclass
+class StripedJobConfig(titan.JobConfig):
+    """torchtitan's sections and those of this project."""
+
+    model: Model = field(default_factory=Model)
+    training: Training = field(default_factory=Training)
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    validation: Validation = field(default_factory=Validation)
+    striped_cp: StripedCP = field(default_factory=StripedCP)
+    documents: Documents = field(default_factory=Documents)
+    rope: Rope = field(default_factory=Rope)
+    memory: Memory = field(default_factory=Memory)
+
+
+def load_config(args: Sequence[str], world_size: int | None = None) -> StripedJobConfig:
+    """Read the TOML file that `args` names and the overrides in `args`.
+
+    Args:
+        args: command line, e.g. `["--job.config_file", "x.toml", "--training.steps", "5"]`.
+        world_size: number of ranks of a run that is about to start; its degrees, batch sizes and
+            files are checked too. None: only what the file says by itself.
+
+    Raises:
+        ValueError: one line that names the file, the key, its value and what is allowed.
+    """
+    path = _config_file(args)
+    table = _read_toml(path) if path else {}
+    try:
+        table = check_table(table, StripedJobConfig)
+        config = _parse(args, table)
+        check_config(config)
+        if world_size is not None:
+            check_launch(config, world_size)
+    except InvalidSetting as error:
+        raise ValueError(f"{_origin(error.key, path, table, args)}: {error}") from None
+    if config.validation.seq_len == -1:
+        config.validation.seq_len = config.training.seq_len
+    if config.validation.local_batch_size == -1:
+        config.validation.local_batch_size = config.training.local_batch_size
+    return config
+
+
+class _Manager(ConfigManager):
+    """torchtitan's parser (0.2.2) over a table that was read and checked before.
+
+    Its own validation only warns about a missing tokenizer and about deprecated keys, which
+    `config_checks` refuses.
+    """
+
+    def __init__(self, table: dict[str, Any]) -> None:
+        super().__init__(config_cls=StripedJobConfig)
+        self._table = table
+
+    def _maybe_load_toml(self, args: list[str]) -> dict[str, Any]:
+        return self._table
+
+    def _validate_config(self) -> None:
+        pass
+
+
+def _parse(args: Sequence[str], table: dict[str, Any]) -> StripedJobConfig:
+    """Put the command line over the table; the parser's framed error messages become one line."""
+    messages = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(messages):
+            config = _Manager(table).parse_args(list(args))
+    except SystemExit as exit_:
+        if not exit_.code:
+            raise  # --help
+        lines = [line.strip("│ ") for line in messages.getvalue().splitlines()[1:]]
+        end = next((i for i, line in enumerate(lines) if line.startswith("─")), len(lines))
+        # The parser writes --training.seq-len for training.seq_len.
+        message = re.sub(
+            r"--[\w.-]+", lambda m: m[0][:2] + m[0][2:].replace("-", "_"), " ".join(lines[:end])
+        )
+        raise ValueError(f"command line: {message}") from None
+    assert isinstance(config, StripedJobConfig)
+    return config
+
+
+def _config_file(args: Sequence[str]) -> str | None:
+    names = ("--job.config_file", "--job.config-file")
+    for i, arg in enumerate(args):
+        name, equals, value = arg.partition("=")
+        if name in names:
+            return value if equals else (args[i + 1] if i + 1 < len(args) else None)
+    return None
+
+
+def _read_toml(path: str) -> dict[str, Any]:
+    if not os.path.isfile(path):
+        raise ValueError(f"{path}: no such file; --job.config_file names a TOML file")
+    with open(path, "rb") as file:
+        try:
+            return tomllib.load(file)
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"{path}: not valid TOML: {error}") from None
+
+
+def _origin(key: str, path: str | None, table: dict[str, Any], args: Sequence[str]) -> str:
+    """Where the user set `key`: the command line, the file, or nowhere."""
+    if any(arg.partition("=")[0].replace("-", "_") == f"__{key}" for arg in args):
+        return "command line"
+    for part in key.split("."):
+        table = table.get(part, {}) if isinstance(table, dict) else {}
+    return path if path and table != {} else f"{path or 'command line'} (default)"

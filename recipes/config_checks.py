@@ -1,0 +1,288 @@
+"""Checks of a configuration: ranges, and what fits together.
+
+Every check raises `InvalidSetting`; `recipes.config.load_config` adds where the setting came from.
+They all run before a process group exists, on every rank alike.
+"""
+
+import math
+import os
+from typing import TYPE_CHECKING, Any
+
+from recipes.config_types import InvalidSetting, choices, toml
+from striped_cp.layout import Contiguous, HeadTail, Layout, Striped
+
+if TYPE_CHECKING:
+    from recipes.config import StripedJobConfig
+
+
+_AT_LEAST_ONE = (
+    "training.seq_len",
+    "training.local_batch_size",
+    "training.steps",
+    "training.gc_freq",
+    "metrics.log_freq",
+    "checkpoint.interval",
+    "validation.freq",
+    "comm.init_timeout_seconds",
+    "comm.train_timeout_seconds",
+    "parallelism.data_parallel_replicate_degree",
+    "parallelism.context_parallel_degree",
+    "parallelism.tensor_parallel_degree",
+    "parallelism.pipeline_parallel_degree",
+    "parallelism.pipeline_parallel_microbatch_size",
+    "striped_cp.block_size",
+    "rope.scaling_factor",
+    "rope.original_max_position_embeddings",
+)
+_AT_LEAST_ZERO = (
+    "optimizer.lr",
+    "optimizer.weight_decay",
+    "lr_scheduler.warmup_steps",
+    "lr_scheduler.min_lr_factor",
+    "checkpoint.keep_latest_k",
+    "training.dataloader.num_workers",
+    "validation.dataloader.num_workers",
+    "memory.loss_chunk_tokens",
+    "memory.mlp_chunk_tokens",
+)
+_POSITIVE = ("training.max_norm", "rope.theta", "rope.low_freq_factor", "rope.high_freq_factor")
+_MINUS_ONE_OR_AT_LEAST_ONE = (
+    "training.global_batch_size",
+    "parallelism.data_parallel_shard_degree",
+    "validation.steps",
+    "validation.seq_len",
+    "validation.local_batch_size",
+)
+_ONE_OF: dict[str, tuple[str, ...]] = {
+    "optimizer.name": ("Adam", "AdamW"),
+    "model.converters": ("quantize.linear.float8", "quantize.linear.mx"),
+    "compile.components": ("model", "loss"),
+    "parallelism.pipeline_parallel_schedule": (
+        "GPipe",
+        "1F1B",
+        "Interleaved1F1B",
+        "LoopedBFS",
+        "InterleavedZeroBubble",
+        "ZBVZeroBubble",
+    ),
+}
+# Keys of torchtitan 0.2.2 that would be ignored, or go wrong, here: the only value, and why.
+_ONLY: dict[str, tuple[object, str]] = {
+    "parallelism.context_parallel_rotate_method": ("", "set striped_cp.rotate_method instead"),
+    "parallelism.expert_parallel_degree": (1, "the model has no experts"),
+    "parallelism.expert_tensor_parallel_degree": (1, "the model has no experts"),
+    "parallelism.expert_parallel_comm_backend": ("standard", "the model has no experts"),
+    "debug.moe_force_load_balance": (False, "the model has no experts"),
+    "fault_tolerance.enable": (False, "torchtitan's trainer reads it in an experiment only"),
+    "memory_estimation.enable": (False, "run scripts/plan.py on this file instead"),
+    "comm.mode": ("default", "run scripts/plan.py for a dry run"),
+    "job.custom_config_module": ("", "the schema is recipes/config.py; add your fields there"),
+    "experimental.custom_args_module": ("", "the schema is recipes/config.py"),
+    "model.tokenizer_path": (None, "set model.hf_assets_path instead"),
+}
+
+
+def get(config: object, key: str) -> Any:
+    """Value of a dotted key."""
+    for part in key.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def check_config(config: "StripedJobConfig") -> None:
+    """Check everything that the configuration says by itself."""
+    _check_ranges(config)
+    _check_choices(config)
+    _check_activation_checkpoint(config)
+    _check_rope(config)
+    _check_sequence(config)
+    _check_pipeline(config)
+
+
+def _check_ranges(config: "StripedJobConfig") -> None:
+    rules = (
+        (_AT_LEAST_ONE, lambda v: v >= 1, "at least 1"),
+        (_AT_LEAST_ZERO, lambda v: v >= 0, "at least 0"),
+        (_POSITIVE, lambda v: v > 0, "above 0"),
+        (_MINUS_ONE_OR_AT_LEAST_ONE, lambda v: v == -1 or v >= 1, "-1 or at least 1"),
+    )
+    for keys, fits, allowed in rules:
+        for key in keys:
+            value = get(config, key)
+            if not (math.isfinite(value) and fits(value)):
+                raise InvalidSetting(key, value, "out of range", allowed)
+
+
+def _check_choices(config: "StripedJobConfig") -> None:
+    for key, allowed in _ONE_OF.items():
+        value = get(config, key)
+        if not set([value] if isinstance(value, str) else value) <= set(allowed):
+            raise InvalidSetting(key, value, "unknown value", choices(allowed))
+    for key, (only, why) in _ONLY.items():
+        value = get(config, key)
+        if value != only:
+            allowed_text = toml(only) if only else "leave it unset"
+            raise InvalidSetting(key, value, f"not supported, {why}", allowed_text)
+
+
+def _check_activation_checkpoint(config: "StripedJobConfig") -> None:
+    settings = config.activation_checkpoint
+    option = settings.selective_ac_option
+    if option != "op" and not (option.isdigit() and int(option) >= 1):
+        key = "activation_checkpoint.selective_ac_option"
+        raise InvalidSetting(key, option, "unknown value", '"op", or every how many blocks: "2"')
+    compiled = config.compile.enable and "model" in config.compile.components
+    if settings.mode == "memory_budget" and not compiled:
+        allowed = '"none", "full", "selective", or compile.enable = true with component "model"'
+        key = "activation_checkpoint.mode"
+        raise InvalidSetting(key, settings.mode, "needs a compiled model", allowed)
+
+
+def _check_rope(config: "StripedJobConfig") -> None:
+    low, high = config.rope.low_freq_factor, config.rope.high_freq_factor
+    if low >= high:
+        allowed = f"below rope.high_freq_factor = {high}"
+        raise InvalidSetting("rope.low_freq_factor", low, "the two factors cross", allowed)
+
+
+def layout_of(config: "StripedJobConfig") -> Layout:
+    """The layout that `parallelism.context_parallel_load_balancer` and its block size name."""
+    match config.parallelism.context_parallel_load_balancer:
+        case "striped":
+            return Striped(config.striped_cp.block_size)
+        case "headtail":
+            return HeadTail()
+        case "contiguous":
+            return Contiguous()
+
+
+def seq_len_divisor(config: "StripedJobConfig") -> int:
+    """What sequence lengths must be a multiple of: the layout's rule, and S/cp split over tp."""
+    cp = config.parallelism.context_parallel_degree
+    tp = config.parallelism.tensor_parallel_degree
+    return math.lcm(layout_of(config).divisor(cp), cp * tp)
+
+
+def _check_sequence(config: "StripedJobConfig") -> None:
+    block_size = config.striped_cp.block_size
+    balancer = config.parallelism.context_parallel_load_balancer
+    if block_size != 1 and balancer != "striped":
+        why = f"only stripes have a size, context_parallel_load_balancer is {toml(balancer)}"
+        raise InvalidSetting("striped_cp.block_size", block_size, why, "1")
+    seq_len = config.training.seq_len
+    _check_divides(config, "training.seq_len", seq_len)
+    if config.validation.enable and config.validation.seq_len != -1:
+        key, value = "validation.seq_len", config.validation.seq_len
+        if value > seq_len:
+            allowed = f"at most {seq_len}, or -1 for the same"
+            raise InvalidSetting(key, value, "longer than training.seq_len", allowed)
+        _check_divides(config, key, value)
+
+
+def _check_divides(config: "StripedJobConfig", key: str, seq_len: int) -> None:
+    divisor = seq_len_divisor(config)
+    if seq_len % divisor == 0:
+        return
+    below = seq_len // divisor * divisor
+    nearest = " and ".join(str(s) for s in (below, below + divisor) if s > 0)
+    degrees = [
+        f"parallelism.context_parallel_degree = {config.parallelism.context_parallel_degree}"
+    ]
+    if config.striped_cp.block_size > 1:
+        degrees.append(f"striped_cp.block_size = {config.striped_cp.block_size}")
+    if config.parallelism.tensor_parallel_degree > 1:
+        tp = config.parallelism.tensor_parallel_degree
+        degrees.append(f"parallelism.tensor_parallel_degree = {tp}")
+    allowed = f"multiples of {divisor} (nearest {nearest})"
+    raise InvalidSetting(key, seq_len, f"not divisible by {' times '.join(degrees)}", allowed)
+
+
+def _check_pipeline(config: "StripedJobConfig") -> None:
+    if config.parallelism.pipeline_parallel_degree == 1:
+        return
+    key = "parallelism.pipeline_parallel_microbatch_size"
+    microbatch, batch = get(config, key), config.training.local_batch_size
+    if batch % microbatch:
+        allowed = f"divisors of training.local_batch_size = {batch}"
+        raise InvalidSetting(key, microbatch, "does not divide the batch", allowed)
+    if not config.validation.enable:
+        return
+    # The stages allocate their receive buffers once, for the shapes of training.
+    for name in ("seq_len", "local_batch_size"):
+        value, training = getattr(config.validation, name), getattr(config.training, name)
+        if value not in (-1, training):
+            why = f"pipeline stages take only training.{name}"
+            raise InvalidSetting(f"validation.{name}", value, why, f"{training} or -1")
+
+
+def check_launch(config: "StripedJobConfig", world_size: int) -> None:
+    """Check what depends on the number of ranks and on files of this host."""
+    data_parallel = _check_degrees(config, world_size)
+    _check_batch(config, data_parallel)
+    _check_files(config)
+    if config.checkpoint.create_seed_checkpoint and world_size != 1:
+        why = f"a seed checkpoint is made by one rank, WORLD_SIZE is {world_size}"
+        raise InvalidSetting("checkpoint.create_seed_checkpoint", True, why, "false")
+
+
+def _check_degrees(config: "StripedJobConfig", world_size: int) -> int:
+    """Check that the degrees multiply to the number of ranks; returns the data-parallel degree."""
+    parallelism = config.parallelism
+    replicate = parallelism.data_parallel_replicate_degree
+    shard = parallelism.data_parallel_shard_degree
+    cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
+    pp = parallelism.pipeline_parallel_degree
+    others = replicate * cp * tp * pp
+    product = (
+        f"data_parallel_replicate {replicate} * context_parallel {cp} * tensor_parallel {tp} * "
+        f"pipeline_parallel {pp}"
+    )
+    if shard == -1:
+        if world_size % others:
+            degrees = {
+                "context_parallel_degree": cp,
+                "tensor_parallel_degree": tp,
+                "pipeline_parallel_degree": pp,
+                "data_parallel_replicate_degree": replicate,
+            }
+            name = max(degrees, key=degrees.__getitem__)
+            why = f"{product} = {others} does not divide WORLD_SIZE = {world_size}"
+            allowed = f"degrees whose product divides {world_size}"
+            raise InvalidSetting(f"parallelism.{name}", degrees[name], why, allowed)
+        shard = world_size // others
+    elif shard * others != world_size:
+        why = f"times {product} is {shard * others}, WORLD_SIZE is {world_size}"
+        allowed = "-1 for the ranks left over, or degrees whose product is WORLD_SIZE"
+        raise InvalidSetting("parallelism.data_parallel_shard_degree", shard, why, allowed)
+    if replicate > 1 and shard * cp == 1 and tp * pp > 1:
+        why = "replication without sharding does not combine with tensor or pipeline parallelism"
+        key = "parallelism.data_parallel_replicate_degree"
+        raise InvalidSetting(key, replicate, why, "1, or data_parallel_shard_degree above 1")
+    return replicate * shard
+
+
+def _check_batch(config: "StripedJobConfig", data_parallel: int) -> None:
+    total = config.training.global_batch_size
+    step = config.training.local_batch_size * data_parallel
+    if total != -1 and total % step:
+        why = f"not a multiple of local_batch_size * data-parallel degree = {step}"
+        raise InvalidSetting(
+            "training.global_batch_size", total, why, f"multiples of {step}, or -1"
+        )
+
+
+def _check_files(config: "StripedJobConfig") -> None:
+    path = config.model.hf_assets_path
+    if not os.path.isdir(path):
+        allowed = "a folder with tokenizer.json"
+        raise InvalidSetting("model.hf_assets_path", path, "no such folder", allowed)
+    checkpoint = config.checkpoint
+    for name in ("initial_load_path", "create_seed_checkpoint"):
+        value = getattr(checkpoint, name)
+        if value and not checkpoint.enable:
+            why = "has no effect while checkpoint.enable is false"
+            raise InvalidSetting(f"checkpoint.{name}", value, why, "set checkpoint.enable = true")
+    load_path = checkpoint.initial_load_path
+    if load_path and "://" not in load_path and not os.path.isdir(load_path):
+        allowed = "the folder of one step of a checkpoint"
+        raise InvalidSetting("checkpoint.initial_load_path", load_path, "no such folder", allowed)

@@ -1,0 +1,88 @@
+"""Type checks of a TOML table against the dataclasses of the schema.
+
+torchtitan 0.2.2 does not check types: `context_parallel_degree = "2"` stays a string and
+`seq_len = 1e6` a float, and both fail much later, elsewhere.
+"""
+
+import difflib
+import json
+import types
+from collections.abc import Iterable
+from dataclasses import fields, is_dataclass
+from typing import Any, Literal, Union, get_args, get_origin
+
+
+class InvalidSetting(ValueError):
+    """A setting that cannot be used: which key, its value, why, and what is allowed."""
+
+    def __init__(self, key: str, value: object, why: str, allowed: str) -> None:
+        super().__init__(f"{key} = {toml(value)}: {why}; allowed: {allowed}")
+        self.key = key
+
+
+def toml(value: object) -> str:
+    """A value as TOML writes it, near enough for a message."""
+    try:
+        return json.dumps(value)
+    except TypeError:
+        return str(value)
+
+
+def choices(values: Iterable[object]) -> str:
+    """Values as a list in a message."""
+    return ", ".join(toml(value) for value in values)
+
+
+def check_table(table: dict[str, Any], schema: type, prefix: str = "") -> dict[str, Any]:
+    """Check a TOML table against a dataclass, nested tables included.
+
+    Returns:
+        The table, with integers made floats where the schema wants floats.
+    """
+    known = {f.name: f.type for f in fields(schema)}
+    checked: dict[str, Any] = {}
+    for name, value in table.items():
+        key = prefix + name
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"unknown key, did you mean {prefix}{close[0]}?" if close else "unknown key"
+            raise InvalidSetting(key, value, hint, ", ".join(prefix + n for n in known))
+        kind = known[name]
+        if is_dataclass(kind):
+            assert isinstance(kind, type)
+            if not isinstance(value, dict):
+                raise InvalidSetting(key, value, "wrong type", f"a table [{key}]")
+            checked[name] = check_table(value, kind, f"{key}.")
+        elif not _matches(value, kind):
+            raise InvalidSetting(key, value, "wrong type or value", _describe(kind))
+        else:
+            checked[name] = float(value) if kind is float else value
+    return checked
+
+
+def _matches(value: object, kind: Any) -> bool:
+    if get_origin(kind) is Literal:
+        return any(type(value) is type(choice) and value == choice for choice in get_args(kind))
+    if get_origin(kind) in (Union, types.UnionType):
+        return any(_matches(value, option) for option in get_args(kind))
+    if get_origin(kind) is list:
+        (item,) = get_args(kind)
+        return isinstance(value, list) and all(_matches(v, item) for v in value)
+    if kind is float:
+        return type(value) in (int, float)
+    return type(value) is kind  # not isinstance: True is an int to Python, not to a user
+
+
+def _describe(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return choices(choice for choice in get_args(kind) if choice != "")
+    if get_origin(kind) in (Union, types.UnionType):
+        return " or ".join(_describe(k) for k in get_args(kind) if k is not type(None))
+    if get_origin(kind) is list:
+        return f"a list, each {_describe(*get_args(kind))}"
+    return {
+        int: 'an integer (1000000, not 1e6 or "1000000")',
+        float: "a number",
+        bool: "true or false",
+        str: "a string",
+    }[kind]
