@@ -1,0 +1,59 @@
+"""Train the small byte-level BPE tokenizer of the sample corpus.
+
+    python scripts/train_tokenizer.py
+
+writes `assets/tokenizer/`, which is committed; run it only to change the tokenizer.
+"""
+
+import argparse
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+ASSETS = Path(__file__).resolve().parent.parent / "assets"
+BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"  # LLaMA-3's names
+
+
+def texts(corpus: Path) -> Iterator[str]:
+    with gzip.open(corpus, "rt", encoding="utf-8") as lines:
+        for line in lines:
+            yield json.loads(line)["text"]
+
+
+def train(corpus: Path, vocab_size: int) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[BOS, EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts(corpus), trainer)
+    return tokenizer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--corpus", type=Path, default=ASSETS / "corpus" / "austen.jsonl.gz")
+    parser.add_argument("--vocab-size", type=int, default=2048, help="special tokens included")
+    parser.add_argument("--output", type=Path, default=ASSETS / "tokenizer", help="folder")
+    args = parser.parse_args()
+
+    tokenizer = train(args.corpus, args.vocab_size)
+    args.output.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(args.output / "tokenizer.json"))
+    config = {"bos_token": BOS, "eos_token": EOS, "tokenizer_class": "PreTrainedTokenizerFast"}
+    text = json.dumps(config, indent=2) + "\n"
+    (args.output / "tokenizer_config.json").write_text(text, encoding="utf-8")
+    print(f"{args.output}: {tokenizer.get_vocab_size()} entries")
+
+
+if __name__ == "__main__":
+    main()
