@@ -135,7 +135,9 @@ def test_rotation_is_relative():
     q, k = torch.randn(1, 1, 1, HEAD_DIM).double(), torch.randn(1, 1, 1, HEAD_DIM).double()
 
     def score(query_position, key_position):
-        rotate = lambda x, p: apply_rotations(x, rotations(rope(), HEAD_DIM, torch.tensor([[p]])))
+        def rotate(x, p):
+            return apply_rotations(x, rotations(rope(), HEAD_DIM, torch.tensor([[p]])))
+
         return (rotate(q, query_position) * rotate(k, key_position)).sum()
 
     torch.testing.assert_close(score(900_007, 900_000), score(7, 0), rtol=1e-5, atol=1e-5)
