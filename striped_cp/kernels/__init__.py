@@ -1,0 +1,52 @@
+"""Attention kernels and the choice among them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .base import Kernel, Request
+from .cpu import CpuKernel
+from .cudnn import CudnnKernel
+from .flash import FlashKernel
+from .flex import FlexKernel
+from .reference import ReferenceKernel
+
+KERNELS: dict[str, Kernel] = {
+    kernel.name: kernel
+    for kernel in (FlashKernel(), CudnnKernel(), FlexKernel(), CpuKernel(), ReferenceKernel())
+}
+
+
+def choose_kernel(name: str, request: Request) -> Kernel:
+    """The kernel called `name`, or with "auto" the fastest that serves the request.
+
+    Raises:
+        ValueError: unknown name, or that kernel cannot serve; says why, and which kernels can.
+    """
+    if name == "auto":
+        name = _automatic(request)
+    elif name not in KERNELS:
+        raise ValueError(f"kernel = {name!r}: allowed are 'auto', {_names(KERNELS)}")
+    reason = KERNELS[name].refuse(request)
+    if reason is not None:
+        able = [k for k in KERNELS if KERNELS[k].refuse(request) is None]
+        raise ValueError(
+            f"kernel = {name!r} cannot serve: {reason}; kernels that can: {_names(able)}"
+        )
+    return KERNELS[name]
+
+
+def _automatic(request: Request) -> str:
+    """By device, dtype, head size, layout and documents: the fastest that serves.
+
+    FlashAttention covers every layout and packing on CUDA in 16 bits; what it refuses (float32, odd
+    head sizes) FlexAttention computes. cuDNN is faster on Hopper for one document, but is picked by
+    name only: it takes no documents, and a run must not change kernels with its data.
+    """
+    if request.device_type == "cpu":
+        return "cpu"
+    return "flash" if KERNELS["flash"].refuse(request) is None else "flex"
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(repr(name) for name in names)

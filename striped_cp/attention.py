@@ -1,0 +1,180 @@
+"""`ring_attention`: the public function, its checks, and DTensors in and out."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from .documents import Documents
+from .layout import Layout, Striped
+from .ops import ring_attention_op
+from .ring import RotateMethod
+
+BATCH_DIM, HEAD_DIM, SEQ_DIM = 0, 1, 2
+TOKEN_STRIPES = Striped()
+
+
+def ring_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mesh: DeviceMesh | None,
+    layout: Layout = TOKEN_STRIPES,
+    documents: Documents | None = None,
+    scale: float | None = None,
+    rotate_method: RotateMethod = "ring",
+    kernel: str = "auto",
+) -> Tensor:
+    """Exact causal attention over a sequence whose tokens are spread over the ranks of a ring.
+
+    Grouped-query attention follows from the head counts. Every rank of the mesh must call it.
+
+    Args:
+        query: this rank's tokens, (B, H, S/P, D).
+        key, value: (B, Hkv, S/P, D), H a multiple of Hkv; dtype and device of the query.
+        mesh: one-dimensional mesh of the ring, P ranks; None for a ring of one rank.
+        layout: which rank holds which token; RoPE must use `layout.positions`.
+        documents: global document boundaries of the batch; None for one document per row.
+        scale: of the logits; default 1 / sqrt(D).
+        rotate_method: "ring" keeps O(S/P) keys and values, "allgather" O(S), with one collective.
+        kernel: "auto", "flash", "cudnn", "flex", "cpu" or "reference".
+
+    DTensors: all three on one device mesh with equal placements. The axis that bears the name of
+    `mesh`'s axis shards the sequence; others may shard batch or heads, or replicate. The result is
+    a DTensor with the query's placements.
+
+    Returns:
+        (B, H, S/P, D) in the query's dtype, in memory order (B, S/P, H, D).
+
+    Raises:
+        ValueError: shapes, dtypes, devices, placements, sequence length, layout or kernel that
+            cannot work: on all ranks alike, before anything is sent.
+    """
+    placements: tuple[Placement, ...] | None = None
+    local = (query, key, value)
+    if any(isinstance(x, DTensor) for x in local):
+        placements = _check_placements(query, key, value, mesh)
+        local = tuple(x.to_local(grad_placements=placements) for x in local)
+    group_name, world_size = ring_group(mesh)
+    _check_local(*local, world_size, layout, documents)
+    out, _ = ring_attention_op(
+        *local,
+        None if documents is None else documents.boundaries,
+        layout.spec,
+        group_name,
+        1 / math.sqrt(query.shape[-1]) if scale is None else scale,
+        rotate_method,
+        kernel,
+    )
+    if placements is None:
+        return out
+    _, heads, seq_len, dim = shape = (*query.shape[:-1], value.shape[-1])
+    stride = (seq_len * heads * dim, dim, heads * dim, 1)
+    return DTensor.from_local(
+        out, query.device_mesh, placements, run_check=False, shape=shape, stride=stride
+    )
+
+
+def ring_group(mesh: DeviceMesh | None) -> tuple[str, int]:
+    """(process group name, P) of the ring; ("", 1) where there is nothing to send.
+
+    Raises:
+        ValueError: the mesh has more than one dimension.
+    """
+    if mesh is None:
+        return "", 1
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"mesh must have one dimension, the ring's; got {mesh.mesh_dim_names or mesh.shape}. "
+            "Pass its submesh, for example mesh['cp']"
+        )
+    return ("", 1) if mesh.size() == 1 else (mesh.get_group().group_name, mesh.size())
+
+
+def _check_local(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    world_size: int,
+    layout: Layout,
+    documents: Documents | None,
+) -> None:
+    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+    if not query.dim() == key.dim() == value.dim() == 4:
+        raise ValueError(f"expected (batch, heads, sequence / P, head_dim) tensors; got {shapes}")
+    if key.shape != value.shape or any(
+        query.shape[dim] != key.shape[dim] for dim in (BATCH_DIM, SEQ_DIM, -1)
+    ):
+        raise ValueError(
+            f"key and value must have one shape, and the query's but for the heads; got {shapes}"
+        )
+    if key.shape[HEAD_DIM] == 0 or query.shape[HEAD_DIM] % key.shape[HEAD_DIM]:
+        raise ValueError(f"query heads must be a multiple of key heads; got {shapes}")
+    if not query.dtype == key.dtype == value.dtype:
+        raise ValueError(
+            f"query, key and value must have one dtype; got {query.dtype}, {key.dtype}, {value.dtype}"
+        )
+    if not query.dtype.is_floating_point:
+        raise ValueError(f"attention needs floating-point tensors; got {query.dtype}")
+    if not query.device == key.device == value.device:
+        raise ValueError(
+            "query, key and value must be on one device; got "
+            f"{query.device}, {key.device}, {value.device}"
+        )
+    layout.check(query.shape[SEQ_DIM] * world_size, world_size)
+    if documents is not None:
+        if documents.batch_size != query.shape[BATCH_DIM]:
+            raise ValueError(
+                f"documents describe {documents.batch_size} batch rows, the query has "
+                f"{query.shape[BATCH_DIM]}"
+            )
+        # The end of the documents is compared with S where the tiles are planned.
+
+
+def _check_placements(
+    query: Tensor, key: Tensor, value: Tensor, mesh: DeviceMesh | None
+) -> tuple[Placement, ...]:
+    """The common placements of three DTensors, if the ring can work on them."""
+    if not all(isinstance(x, DTensor) for x in (query, key, value)):
+        raise ValueError("query, key and value must all be DTensors, or none of them")
+    axes = query.device_mesh.mesh_dim_names or ()
+    axis = None if mesh is None or mesh.mesh_dim_names is None else mesh.mesh_dim_names[0]
+    if axis not in axes:
+        raise ValueError(
+            f"DTensors must live on a device mesh with the ring's axis {axis!r}; its axes are {axes}"
+        )
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.device_mesh != query.device_mesh or x.placements != query.placements:
+            raise ValueError(
+                "query, key and value must have one mesh and equal placements; "
+                f"{name} has {x.placements}, query {query.placements}"
+            )
+        for mesh_axis, placement in zip(axes, x.placements, strict=True):
+            dims = (SEQ_DIM,) if mesh_axis == axis else (BATCH_DIM, HEAD_DIM)
+            replicated = isinstance(placement, Replicate) and mesh_axis != axis
+            if not replicated and placement not in [Shard(dim) for dim in dims]:
+                allowed = [f"Shard({dim})" for dim in dims] + ["Replicate()"] * (mesh_axis != axis)
+                raise ValueError(
+                    f"{name}: placement {placement} on mesh axis {mesh_axis!r} cannot work; "
+                    f"allowed: {', '.join(allowed)}"
+                )
+        if x.shape[HEAD_DIM] % _shards(x, HEAD_DIM):
+            raise ValueError(
+                f"{name}: {x.shape[HEAD_DIM]} heads do not divide over {_shards(x, HEAD_DIM)} ranks"
+            )
+        if x.shape[SEQ_DIM] % _shards(x, SEQ_DIM):
+            raise ValueError(
+                f"{name}: sequence length {x.shape[SEQ_DIM]} is not a multiple of "
+                f"{_shards(x, SEQ_DIM)} ranks"
+            )
+    return query.placements
+
+
+def _shards(x: DTensor, dim: int) -> int:
+    """Number of pieces that the mesh cuts tensor dimension `dim` into."""
+    sizes = zip(x.device_mesh.shape, x.placements, strict=True)
+    return math.prod(size for size, placement in sizes if placement == Shard(dim))

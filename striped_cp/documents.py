@@ -1,0 +1,82 @@
+"""Documents packed into a sequence: where each begins and ends, per batch row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.utils._pytree import register_pytree_node
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """Global document boundaries of a batch; a token attends only within its own document.
+
+    Attributes:
+        boundaries: int64 CPU tensor (B, N). Row b is 0 = c_0 <= c_1 <= ... <= c_{N-1} = S; document i
+            of the row is [c_i, c_{i+1}). Rows with fewer documents repeat S (empty documents).
+
+    It is no tensor, so that FSDP and trainers leave it on the host, where the ring plans its kernel
+    calls without synchronising; it is a pytree node, so that pipeline parallelism splits it over
+    the batch like any other input.
+
+    Raises:
+        ValueError: `boundaries` is not of this form.
+    """
+
+    boundaries: torch.Tensor
+
+    def __post_init__(self) -> None:
+        b = self.boundaries
+        if b.dim() != 2 or b.dtype != torch.int64 or b.device.type != "cpu" or b.shape[1] < 2:
+            raise ValueError(
+                "document boundaries must be an int64 CPU tensor of shape (B, N), N >= 2; got "
+                f"{b.dtype} of shape {tuple(b.shape)} on {b.device}"
+            )
+        if (b[:, 0] != 0).any() or (b.diff(dim=1) < 0).any() or (b[:, -1] != b[0, -1]).any():
+            raise ValueError(
+                "document boundaries of a row must start at 0, not decrease, and end at the "
+                f"sequence length, the same for every row; got {b.tolist()}"
+            )
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: Sequence[Sequence[int]]) -> Documents:
+        """Build from one list of cumulative lengths per batch row: [[0, 700, 1024], [0, 1024]]."""
+        if not cu_seqlens or any(len(row) < 2 for row in cu_seqlens):
+            raise ValueError(
+                "cu_seqlens needs one list [0, ..., S] of at least two entries per batch row; "
+                f"got {[list(row) for row in cu_seqlens]}"
+            )
+        width = max(len(row) for row in cu_seqlens)
+        rows = [[*row, *[row[-1]] * (width - len(row))] for row in cu_seqlens]
+        return cls(torch.tensor(rows, dtype=torch.int64))
+
+    @property
+    def batch_size(self) -> int:
+        return self.boundaries.shape[0]
+
+    @property
+    def seq_len(self) -> int:
+        return int(self.boundaries[0, -1])
+
+    def positions_in_document(self, positions: torch.Tensor) -> torch.Tensor:
+        """Distance of each global position (n,) from the start of its document: int64 (B, n)."""
+        expanded = positions.cpu().expand(self.batch_size, -1).contiguous()
+        last_start = torch.searchsorted(self.boundaries, expanded, right=True) - 1
+        return expanded - self.boundaries.gather(1, last_start)
+
+
+def _unflatten(leaves: list[torch.Tensor], _context: None) -> Documents:
+    # The leaf may be a slice of the batch or a fake tensor: it was checked when first built.
+    documents = object.__new__(Documents)
+    object.__setattr__(documents, "boundaries", leaves[0])
+    return documents
+
+
+register_pytree_node(
+    Documents,
+    lambda documents: ([documents.boundaries], None),
+    _unflatten,
+    serialized_type_name="striped_cp.Documents",
+)

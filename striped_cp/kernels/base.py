@@ -1,0 +1,96 @@
+"""The protocol that every attention kernel follows, and the views it works on.
+
+Shapes, in this folder: query (B, H, n, D), key and value (B, Hkv, n, D), out like query,
+lse (B, H, n) float32 (float64 for float64 inputs), all of one tile: n = S/P local rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..documents import Documents
+from ..layout import Layout
+from ..tiles import Tile
+
+
+class Region(NamedTuple):
+    """Rows of one block: `count` runs of `length` rows, `stride` apart, in some batch rows."""
+
+    batch: slice
+    start: int
+    length: int
+    count: int = 1
+    stride: int = 0
+
+    def of(self, x: Tensor) -> Tensor:
+        """View of x (B, H, n[, D]): (b, H, length[, D]), or (b, H, count, length[, D])."""
+        end = self.start + (self.count - 1) * self.stride + self.length
+        x = x[self.batch, :, self.start : end]
+        if self.count == 1:
+            return x
+        x = x.unfold(2, self.length, self.stride)  # (b, H, count, [D,] length)
+        return x.transpose(-1, -2) if x.dim() == 5 else x
+
+
+class Partial(NamedTuple):
+    """Attention of some query rows over some of their keys, normalised over those keys alone."""
+
+    queries: Region
+    out: Tensor
+    lse: Tensor
+
+
+class PartialGradients(NamedTuple):
+    """One block's share of the gradients; exact, given the final out and LSE of its query rows."""
+
+    queries: Region
+    keys: Region
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a kernel is asked to serve: everything that decides whether it can."""
+
+    device_type: str
+    dtype: torch.dtype
+    head_dim: int
+    layout: Layout
+    documents: Documents | None
+
+
+class Kernel(Protocol):
+    """Attention over one tile, forward and backward.
+
+    `refuse` says in one clause why the kernel cannot serve a request, or returns None. `forward`
+    yields partial outputs that the caller merges; on the diagonal tile (query rank = key rank) they
+    cover every query row exactly once. `backward` takes the final out and lse (all keys of all
+    ranks) and yields partial gradients that the caller sums.
+    """
+
+    name: str
+
+    def refuse(self, request: Request) -> str | None: ...
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, tile: Tile, scale: float
+    ) -> Iterator[Partial]: ...
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        tile: Tile,
+        scale: float,
+    ) -> Iterator[PartialGradients]: ...

@@ -1,0 +1,70 @@
+"""cuDNN's fused attention, one dense block per call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .base import Request
+from .dense import DenseKernel, rowwise_dense
+
+aten = torch.ops.aten
+
+
+class CudnnKernel(DenseKernel):
+    name = "cudnn"
+
+    def refuse(self, request: Request) -> str | None:
+        if request.device_type != "cuda":
+            return f"it runs on CUDA devices, the tensors are on {request.device_type!r}"
+        if request.dtype not in (torch.float16, torch.bfloat16):
+            return f"it computes in float16 or bfloat16, not {request.dtype}"
+        if request.head_dim % 8 or request.head_dim > 128:
+            return f"head_dim must be a multiple of 8 up to 128, not {request.head_dim}"
+        if request.documents is not None:
+            return "it takes dense blocks only, and documents need variable-length calls"
+        return None
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        query, key, value = (rowwise_dense(x) for x in (query, key, value))
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+            query, key, value, None, True, 0.0, causal, False, scale=scale
+        )
+        return out, lse.view(query.shape[:3])  # some versions return (B, H, n, 1)
+
+    def attend_backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        grad_out, query, key, value, out = (
+            rowwise_dense(x) for x in (grad_out, query, key, value, out)
+        )
+        # Without dropout the kernel reads no random state.
+        philox = torch.zeros((), dtype=torch.int64, device=query.device)
+        return aten._scaled_dot_product_cudnn_attention_backward(
+            grad_out,
+            query,
+            key,
+            value,
+            out,
+            lse.contiguous().unsqueeze(-1),
+            philox,
+            philox,
+            None,
+            None,
+            None,
+            query.shape[2],
+            key.shape[2],
+            0.0,
+            causal,
+            scale=scale,
+        )

@@ -1,0 +1,101 @@
+"""Kernels that compute one full or causal block per call: the loop over a tile's blocks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..tiles import COUNT, K_LEN, K_START, Q_LEN, Q_START, ROW, Mask, Tile
+from .base import Partial, PartialGradients, Region, Request
+
+
+class DenseKernel(ABC):
+    """Base of the kernels whose calls take whole blocks; subclasses supply the two calls."""
+
+    name: str
+
+    @abstractmethod
+    def refuse(self, request: Request) -> str | None: ...
+
+    @abstractmethod
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """(out, lse) of one block; a causal block is square, row i sees keys j <= i."""
+
+    @abstractmethod
+    def attend_backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv) of one block."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, tile: Tile, scale: float
+    ) -> Iterator[Partial]:
+        for mask, rows, cols in blocks(tile):
+            q, k, v = _take(mask, rows, query), _take(mask, cols, key), _take(mask, cols, value)
+            out, lse = self.attend(q, k, v, mask is not Mask.FULL, scale)
+            yield Partial(rows, _give(mask, rows, out), _give(mask, rows, lse))
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        tile: Tile,
+        scale: float,
+    ) -> Iterator[PartialGradients]:
+        for mask, rows, cols in blocks(tile):
+            g, q, o, m = (_take(mask, rows, x) for x in (grad_out, query, out, lse))
+            k, v = (_take(mask, cols, x) for x in (key, value))
+            dq, dk, dv = self.attend_backward(g, q, k, v, o, m, mask is not Mask.FULL, scale)
+            yield PartialGradients(
+                rows, cols, _give(mask, rows, dq), _give(mask, cols, dk), _give(mask, cols, dv)
+            )
+
+
+def blocks(tile: Tile) -> Iterator[tuple[Mask, Region, Region]]:
+    """(mask, query region, key region) of every block of the tile."""
+    for tile_pass in tile.passes:
+        for block in tile_pass.blocks.tolist():
+            row, count = block[ROW], block[COUNT]
+            batch = slice(None) if tile.documents is None else slice(row, row + 1)
+            yield (
+                tile_pass.mask,
+                Region(batch, block[Q_START], block[Q_LEN], count, tile_pass.stride),
+                Region(batch, block[K_START], block[K_LEN], count, tile_pass.stride),
+            )
+
+
+def _take(mask: Mask, region: Region, x: Tensor) -> Tensor:
+    """The region's rows as kernel input: repeats folded into the batch, anticausal rows reversed."""
+    x = region.of(x)
+    if region.count > 1:
+        x = x.transpose(1, 2).flatten(0, 1)
+    return x.flip(2) if mask is Mask.ANTICAUSAL else x
+
+
+def _give(mask: Mask, region: Region, x: Tensor) -> Tensor:
+    """Inverse of `_take`: kernel output in the shape of `region.of`."""
+    if mask is Mask.ANTICAUSAL:
+        x = x.flip(2)
+    return x.unflatten(0, (-1, region.count)).transpose(1, 2) if region.count > 1 else x
+
+
+def rowwise_dense(x: Tensor) -> Tensor:
+    """x, copied only if its last dimension is strided, which no fused kernel accepts."""
+    return x if x.stride(-1) == 1 else x.contiguous(memory_format=torch.contiguous_format)

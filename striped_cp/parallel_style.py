@@ -1,0 +1,115 @@
+"""Ring attention as a module, and as a parallel style for `parallelize_module`."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from .attention import TOKEN_STRIPES, ring_attention, ring_group
+from .documents import Documents
+from .kernels import KERNELS
+from .layout import Layout
+from .ring import RotateMethod
+
+
+class RingAttention(nn.Module):
+    """`ring_attention` with its mesh and options fixed, called like scaled_dot_product_attention.
+
+    Arguments of that function which the ring does not have are refused with a ValueError.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh | None,
+        layout: Layout = TOKEN_STRIPES,
+        rotate_method: RotateMethod = "ring",
+        kernel: str = "auto",
+    ) -> None:
+        super().__init__()
+        check_options(rotate_method, kernel)
+        ring_group(mesh)
+        self.mesh = mesh
+        self.layout = layout
+        self.rotate_method = rotate_method
+        self.kernel = kernel
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = True,
+        *,
+        documents: Documents | None = None,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """(B, H, S/P, D) attention output; see `ring_attention`.
+
+        Raises:
+            ValueError: also for a mask, dropout, or non-causal attention.
+        """
+        if attn_mask is not None:
+            raise ValueError(
+                "attn_mask is not supported: attention is causal, within `documents` if given"
+            )
+        if dropout_p:
+            raise ValueError(f"dropout_p = {dropout_p} is not supported; only 0")
+        if not is_causal:
+            raise ValueError("is_causal = False is not supported: attention is always causal")
+        if query.dim() == 4 and query.shape[1] != key.shape[1] and not enable_gqa:
+            raise ValueError(
+                f"{query.shape[1]} query heads and {key.shape[1]} key heads need enable_gqa = True"
+            )
+        return ring_attention(
+            query,
+            key,
+            value,
+            mesh=self.mesh,
+            layout=self.layout,
+            documents=documents,
+            scale=scale,
+            rotate_method=self.rotate_method,
+            kernel=self.kernel,
+        )
+
+
+class StripedContextParallel(ParallelStyle):
+    """Makes an attention module, one that takes (query, key, value), run on the ring.
+
+        parallelize_module(block.attention.inner_attention, cp_mesh, StripedContextParallel())
+
+    Plain tensors stay plain, DTensors stay DTensors: the module's inputs are this rank's tokens
+    under `layout`, as `shard_sequence` deals them out.
+
+    Raises:
+        ValueError: an unknown rotate_method or kernel, or a mesh of several dimensions.
+    """
+
+    def __init__(
+        self,
+        layout: Layout = TOKEN_STRIPES,
+        rotate_method: RotateMethod = "ring",
+        kernel: str = "auto",
+    ) -> None:
+        super().__init__()
+        check_options(rotate_method, kernel)
+        self.layout = layout
+        self.rotate_method = rotate_method
+        self.kernel = kernel
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        ring = RingAttention(device_mesh, self.layout, self.rotate_method, self.kernel)
+        module.forward = ring.forward  # type: ignore[method-assign]
+        return module
+
+
+def check_options(rotate_method: str, kernel: str) -> None:
+    """Raise ValueError for a rotate_method or kernel that does not exist."""
+    if rotate_method not in ("ring", "allgather"):
+        raise ValueError(f"rotate_method = {rotate_method!r}: allowed are 'ring', 'allgather'")
+    if kernel not in ("auto", *KERNELS):
+        raise ValueError(f"kernel = {kernel!r}: allowed are 'auto', {sorted(KERNELS)}")

@@ -1,0 +1,376 @@
+"""The ring: keys and values travel from rank to rank, queries stay.
+
+In step t, rank p holds the keys and values of rank (p - t) mod P and computes one tile with them. The
+next hop is posted before the tile's kernel starts, so it travels while the kernel runs. In the
+backward pass the gradients dK, dV travel behind their keys, in float32, one hop after each tile,
+and are home after P hops.
+
+    step          0        1        2                    hops in a step
+    rank 0     k0 v0    k2 v2    k1 v1     forward       k v
+    rank 1     k1 v1    k0 v0    k2 v2     backward      k v (P - 1 times), dk dv (P times)
+    rank 2     k2 v2    k1 v1    k0 v0
+
+`attention_forward` and `attention_backward` are the algorithm; a `Ring` is how ranks talk:
+`ProcessGroupRing` over torch.distributed, `loopback` with all P ranks as threads of one process.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .kernels.base import Kernel
+from .merge import OutputAccumulator, accumulate_, accumulation_dtype
+from .tiles import Tile
+
+RotateMethod = Literal["ring", "allgather"]
+Tensors = tuple[Tensor, ...]
+
+
+class Pending(Protocol):
+    """A hop under way; between the post and `wait` neither end may be touched."""
+
+    def wait(self) -> None: ...
+
+
+class Ring(ABC):
+    """One rank's end of the ring.
+
+    Tensors passed in are contiguous, of the same shapes and dtypes on all ranks, and all ranks make
+    the same calls in the same order.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._buffers: dict[tuple[str, int], Tensors] = {}
+
+    @abstractmethod
+    def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor]) -> Pending:
+        """Post a hop: `send` to rank + 1, `receive` filled from rank - 1."""
+
+    @abstractmethod
+    def all_gather(self, out: Tensor, x: Tensor) -> Pending:
+        """Post out[r] = x of rank r; out (P, *x.shape)."""
+
+    @abstractmethod
+    def all_to_all(self, out: Tensor, x: Tensor) -> Pending:
+        """Post out[r] = x[own rank] of rank r; both (P, ...)."""
+
+    def buffers(self, role: str, slot: int, like: Sequence[Tensor]) -> Tensors:
+        """Receive buffers, the same ones in every ring step of every layer."""
+        held = self._buffers.get((role, slot))
+        if held is None or any(
+            (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device)
+            for a, b in zip(held, like, strict=True)
+        ):
+            held = self._buffers[role, slot] = tuple(torch.empty_like(x) for x in like)
+        return held
+
+
+def attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tiles: Sequence[Tile],
+    kernel: Kernel,
+    ring: Ring,
+    scale: float,
+    rotate_method: RotateMethod,
+) -> tuple[Tensor, Tensor]:
+    """Exact attention of this rank's queries over the keys of all ranks.
+
+    Args:
+        query: (B, H, n, D), n = S/P.
+        key, value: (B, Hkv, n, D).
+        tiles: this rank's tiles in ring order (`tiles_of_rank`).
+
+    Returns:
+        out (B, H, n, D) in the query's dtype and lse (B, H, n) in float32 (float64 for float64),
+        over all keys of the sequence. Memory order of out is (B, n, H, D).
+    """
+    total = OutputAccumulator(query, value.shape[-1])
+    for step, (k, v) in enumerate(_rotate(ring, key, value, rotate_method)):
+        for partial in kernel.forward(query, k, v, tiles[step], scale):
+            if step == 0:
+                total.write(partial)
+            else:
+                total.merge(partial)
+    return total.out.to(query.dtype), total.lse
+
+
+def attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    tiles: Sequence[Tile],
+    kernel: Kernel,
+    ring: Ring,
+    scale: float,
+    rotate_method: RotateMethod,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `attention_forward` with respect to query, key and value, in their dtypes.
+
+    With the final out and lse, every tile's backward kernel yields exact partial gradients.
+    """
+    dtype = accumulation_dtype(query.dtype)
+    grad_out = _sequence_major(grad_out)
+    dq = _empty_like(query, dtype)
+    home = _GatheredGradients if rotate_method == "allgather" else _TravellingGradients
+    dkv = home(ring, _empty_like(key, dtype), _empty_like(value, dtype))
+    for step, (k, v) in enumerate(_rotate(ring, key, value, rotate_method)):
+        parts = []
+        for part in kernel.backward(grad_out, query, k, v, out, lse, tiles[step], scale):
+            accumulate_(dq, part.queries, part.dq, first=step == 0)
+            parts.append((part.keys, part.dk, part.dv))
+        dk, dv = dkv.arrived(step)
+        for region, dk_part, dv_part in parts:
+            accumulate_(dk, region, dk_part, first=step == 0)
+            accumulate_(dv, region, dv_part, first=step == 0)
+        dkv.send(step)
+    dk, dv = dkv.home()
+    return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
+
+
+def _rotate(
+    ring: Ring, key: Tensor, value: Tensor, rotate_method: RotateMethod
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Keys and values of rank, rank - 1, ..., rank - P + 1, each while the next are on their way."""
+    k, v = (_sequence_major(x).transpose(1, 2) for x in (key, value))  # contiguous (B, n, Hkv, D)
+    gather = rotate_method == "allgather" and ring.world_size > 1
+    yield from (_all_gather_kv if gather else _shift_kv)(ring, k, v)
+
+
+def _shift_kv(ring: Ring, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """O(S/P) memory: the local keys and values and two buffers, one computed on, one arriving."""
+    for step in range(ring.world_size):
+        last = step == ring.world_size - 1
+        if not last:
+            arriving = ring.buffers("kv", step % 2, (k, v))
+            pending = ring.shift((k, v), arriving)
+        yield k.transpose(1, 2), v.transpose(1, 2)
+        if not last:
+            pending.wait()
+            k, v = arriving
+
+
+def _all_gather_kv(ring: Ring, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """One collective, O(S) memory; the local tile is computed while it runs."""
+    mine = torch.stack((k, v))
+    everyone = mine.new_empty(ring.world_size, *mine.shape)
+    pending = ring.all_gather(everyone, mine)
+    yield k.transpose(1, 2), v.transpose(1, 2)
+    pending.wait()
+    for step in range(1, ring.world_size):
+        k, v = everyone[(ring.rank - step) % ring.world_size]
+        yield k.transpose(1, 2), v.transpose(1, 2)
+
+
+class _TravellingGradients:
+    """dK, dV of the keys at hand: received from the rank that held them before, sent on with them."""
+
+    def __init__(self, ring: Ring, dk: Tensor, dv: Tensor) -> None:
+        self.ring = ring
+        self.current: Tensors = (dk.transpose(1, 2), dv.transpose(1, 2))
+        self.arriving: Tensors = ()
+        self.pending: Pending | None = None
+
+    def arrived(self, step: int) -> tuple[Tensor, ...]:
+        """The sums of the ranks before this one, to be added to."""
+        if self.pending is not None:
+            self.pending.wait()
+            self.current = self.arriving
+        return tuple(x.transpose(1, 2) for x in self.current)
+
+    def send(self, step: int) -> None:
+        if self.ring.world_size == 1:
+            return
+        last = step == self.ring.world_size - 1
+        # The last hop brings the local gradients home, into memory that outlives the call.
+        self.arriving = (
+            tuple(torch.empty_like(x) for x in self.current)
+            if last
+            else self.ring.buffers("dkv", step % 2, self.current)
+        )
+        self.pending = self.ring.shift(self.current, self.arriving)
+
+    def home(self) -> tuple[Tensor, ...]:
+        return self.arrived(self.ring.world_size)
+
+
+class _GatheredGradients:
+    """dK, dV of every rank's keys, exchanged at the end and summed in the order of the ring."""
+
+    def __init__(self, ring: Ring, dk: Tensor, dv: Tensor) -> None:
+        self.ring = ring
+        size = ring.world_size
+        self.parts = [x.new_zeros(size, *x.transpose(1, 2).shape) for x in (dk, dv)]
+
+    def arrived(self, step: int) -> tuple[Tensor, ...]:
+        owner = (self.ring.rank - step) % self.ring.world_size
+        return tuple(x[owner].transpose(1, 2) for x in self.parts)
+
+    def send(self, step: int) -> None:
+        pass
+
+    def home(self) -> tuple[Tensor, ...]:
+        size, rank = self.ring.world_size, self.ring.rank
+        totals = []
+        for parts in self.parts:
+            if size > 1:
+                received = torch.empty_like(parts)
+                self.ring.all_to_all(received, parts).wait()
+                parts = received
+            total = parts[rank]
+            for step in range(1, size):
+                total += parts[(rank + step) % size]
+            totals.append(total.transpose(1, 2))
+        return tuple(totals)
+
+
+def _sequence_major(x: Tensor) -> Tensor:
+    """x (B, H, n, D) with memory order (B, n, H, D): a copy only if it is not already so."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(
+        x.transpose(1, 2), dtype=dtype, memory_format=torch.contiguous_format
+    ).transpose(1, 2)
+
+
+class ProcessGroupRing(Ring):
+    """The ring of a process group, over asynchronous point-to-point operations."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group.rank(), group.size())
+        self.group = group
+
+    def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor]) -> Pending:
+        to, source = (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
+        # group_peer: ranks of this group, which need not be contiguous in the world.
+        ops = [dist.P2POp(dist.isend, x, group=self.group, group_peer=to) for x in send]
+        ops += [dist.P2POp(dist.irecv, x, group=self.group, group_peer=source) for x in receive]
+        return _Works(dist.batch_isend_irecv(ops))
+
+    def all_gather(self, out: Tensor, x: Tensor) -> Pending:
+        # flatten: gloo wants the gathered pieces concatenated, not stacked.
+        return _Works(
+            [dist.all_gather_into_tensor(out.flatten(0, 1), x, group=self.group, async_op=True)]
+        )
+
+    def all_to_all(self, out: Tensor, x: Tensor) -> Pending:
+        return _Works([dist.all_to_all_single(out, x, group=self.group, async_op=True)])
+
+
+class _Works:
+    def __init__(self, works: list[Any]) -> None:
+        self.works = works
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+class SingleRing(Ring):
+    """A ring of one rank: nothing travels."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+
+    def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor]) -> Pending:
+        raise AssertionError("a ring of one rank has no neighbours")
+
+    all_gather = all_to_all = shift
+
+
+T = TypeVar("T")
+
+
+def loopback(world_size: int, run: Callable[[Ring], T]) -> list[T]:
+    """Run all ranks of a ring in one process on one device, a thread each; results by rank.
+
+    The same algorithm as over a process group, for tests and measurements at any P.
+    """
+    shared = _Shared(world_size)
+    results: list[Any] = [None] * world_size
+    errors: list[BaseException] = []
+
+    def rank_main(rank: int) -> None:
+        try:
+            results[rank] = run(_LoopbackRing(rank, shared))
+        except threading.BrokenBarrierError:
+            pass  # another rank failed first
+        except BaseException as error:
+            errors.append(error)
+            shared.barrier.abort()
+
+    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+class _Shared:
+    def __init__(self, world_size: int) -> None:
+        self.barrier = threading.Barrier(world_size)
+        self.sent: list[Sequence[Tensor]] = [()] * world_size
+
+
+class _LoopbackRing(Ring):
+    def __init__(self, rank: int, shared: _Shared) -> None:
+        super().__init__(rank, len(shared.sent))
+        self.shared = shared
+
+    def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor]) -> Pending:
+        def deliver(sent: list[Sequence[Tensor]]) -> None:
+            for mine, theirs in zip(receive, sent[self.rank - 1], strict=True):
+                mine.copy_(theirs)
+
+        return _Delivery(self, send, deliver)
+
+    def all_gather(self, out: Tensor, x: Tensor) -> Pending:
+        def deliver(sent: list[Sequence[Tensor]]) -> None:
+            for rank, (theirs,) in enumerate(sent):
+                out[rank] = theirs
+
+        return _Delivery(self, (x,), deliver)
+
+    def all_to_all(self, out: Tensor, x: Tensor) -> Pending:
+        def deliver(sent: list[Sequence[Tensor]]) -> None:
+            for rank, (theirs,) in enumerate(sent):
+                out[rank] = theirs[self.rank]
+
+        return _Delivery(self, (x,), deliver)
+
+
+class _Delivery:
+    """Ranks meet, copy what was sent to them, and meet again before anyone may overwrite it."""
+
+    def __init__(
+        self,
+        ring: _LoopbackRing,
+        send: Sequence[Tensor],
+        deliver: Callable[[list[Sequence[Tensor]]], None],
+    ) -> None:
+        self.ring, self.send, self.deliver = ring, send, deliver
+
+    def wait(self) -> None:
+        shared = self.ring.shared
+        shared.sent[self.ring.rank] = self.send
+        shared.barrier.wait()
+        self.deliver(shared.sent)
+        shared.barrier.wait()

@@ -1,0 +1,94 @@
+"""A tensor's sequence dimension to this rank's tokens and back, both differentiable."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from .attention import TOKEN_STRIPES, ring_group
+from .layout import Layout
+
+
+def shard_sequence(
+    full: Tensor, *, mesh: DeviceMesh, layout: Layout = TOKEN_STRIPES, dim: int = 1
+) -> Tensor:
+    """This rank's tokens of a tensor that every rank of the ring holds whole.
+
+    Args:
+        full: any dtype, S elements in dimension `dim`; the same on every rank.
+
+    Returns:
+        `full` with S/P elements in dimension `dim`, those at `layout.positions`.
+
+    `full` counts as one logical tensor, as a replicated DTensor does: its gradient, gathered from
+    all ranks, is complete on each of them.
+
+    Raises:
+        ValueError: S does not suit layout and mesh, or the mesh is not one-dimensional.
+    """
+    ring_group(mesh)
+    layout.check(full.shape[dim], mesh.size())
+    return _Shard.apply(full, mesh, layout, dim)
+
+
+def unshard_sequence(
+    local: Tensor, *, mesh: DeviceMesh, layout: Layout = TOKEN_STRIPES, dim: int = 1
+) -> Tensor:
+    """The whole sequence, in order, on every rank: inverse of `shard_sequence`.
+
+    The result counts as one logical tensor: its gradient must be the same on every rank, and each
+    rank takes the part that belongs to its tokens.
+
+    Raises:
+        ValueError: S does not suit layout and mesh, or the mesh is not one-dimensional.
+    """
+    ring_group(mesh)
+    layout.check(local.shape[dim] * mesh.size(), mesh.size())
+    return _Unshard.apply(local, mesh, layout, dim)
+
+
+class _Shard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, full: Tensor, mesh: DeviceMesh, layout: Layout, dim: int) -> Tensor:
+        ctx.where = mesh, layout, dim
+        return _select(full, *ctx.where)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        return _gather(grad, *ctx.where), None, None, None
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, mesh: DeviceMesh, layout: Layout, dim: int) -> Tensor:
+        ctx.where = mesh, layout, dim
+        return _gather(local, *ctx.where)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        return _select(grad, *ctx.where), None, None, None
+
+
+def _select(full: Tensor, mesh: DeviceMesh, layout: Layout, dim: int) -> Tensor:
+    positions = layout.positions(full.shape[dim], mesh.size(), mesh.get_local_rank())
+    return full.index_select(dim, positions.to(full.device))
+
+
+def _gather(local: Tensor, mesh: DeviceMesh, layout: Layout, dim: int) -> Tensor:
+    world_size = mesh.size()
+    by_rank = local.movedim(dim, 0).contiguous()
+    if world_size > 1:
+        # As bytes, because backends gather only some dtypes.
+        mine = by_rank.unsqueeze(-1).view(torch.uint8)
+        everyone = mine.new_empty(world_size * mine.shape[0], *mine.shape[1:])
+        dist.all_gather_into_tensor(everyone, mine, group=mesh.get_group())
+        by_rank = everyone.view(local.dtype).squeeze(-1)
+    order = torch.cat(
+        [layout.positions(by_rank.shape[0], world_size, rank) for rank in range(world_size)]
+    )
+    in_sequence = by_rank.index_select(0, order.argsort().to(local.device))
+    return in_sequence.movedim(0, dim)
