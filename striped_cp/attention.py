@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .documents import Documents
 from .layout import Layout, Striped
 from .ops import ring_attention_op
-from .ring import RotateMethod
 
 BATCH_DIM, HEAD_DIM, SEQ_DIM = 0, 1, 2
 TOKEN_STRIPES = Striped()
+
+RotateMethod = Literal["ring", "allgather"]
 
 
 def ring_attention(
@@ -54,28 +56,31 @@ def ring_attention(
         ValueError: shapes, dtypes, devices, placements, sequence length, layout or kernel that
             cannot work: on all ranks alike, before anything is sent.
     """
-    placements: tuple[Placement, ...] | None = None
-    local = (query, key, value)
-    if any(isinstance(x, DTensor) for x in local):
-        placements = _check_placements(query, key, value, mesh)
-        local = tuple(x.to_local(grad_placements=placements) for x in local)
     group_name, world_size = ring_group(mesh)
-    _check_local(*local, world_size, layout, documents)
-    out, _ = ring_attention_op(
-        *local,
-        None if documents is None else documents.boundaries,
-        layout.spec,
-        group_name,
-        1 / math.sqrt(query.shape[-1]) if scale is None else scale,
-        rotate_method,
-        kernel,
-    )
-    if placements is None:
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        _check_local(query, key, value, world_size, layout, documents)
+        out, _ = ring_attention_op(
+            query,
+            key,
+            value,
+            None if documents is None else documents.boundaries,
+            layout.spec,
+            group_name,
+            1 / math.sqrt(query.shape[-1]) if scale is None else scale,
+            rotate_method,
+            kernel,
+        )
         return out
-    _, heads, seq_len, dim = shape = (*query.shape[:-1], value.shape[-1])
+
+    if not any(isinstance(x, DTensor) for x in (query, key, value)):
+        return attend(query, key, value)
+    q, k, v = _check_placements(query, key, value, mesh)
+    out = attend(*(x.to_local(grad_placements=x.placements) for x in (q, k, v)))
+    _, heads, seq_len, dim = q.shape
     stride = (seq_len * heads * dim, dim, heads * dim, 1)
     return DTensor.from_local(
-        out, query.device_mesh, placements, run_check=False, shape=shape, stride=stride
+        out, q.device_mesh, q.placements, run_check=False, shape=q.shape, stride=stride
     )
 
 
@@ -116,7 +121,8 @@ def _check_local(
         raise ValueError(f"query heads must be a multiple of key heads; got {shapes}")
     if not query.dtype == key.dtype == value.dtype:
         raise ValueError(
-            f"query, key and value must have one dtype; got {query.dtype}, {key.dtype}, {value.dtype}"
+            "query, key and value must have one dtype; got "
+            f"{query.dtype}, {key.dtype}, {value.dtype}"
         )
     if not query.dtype.is_floating_point:
         raise ValueError(f"attention needs floating-point tensors; got {query.dtype}")
@@ -126,26 +132,26 @@ def _check_local(
             f"{query.device}, {key.device}, {value.device}"
         )
     layout.check(query.shape[SEQ_DIM] * world_size, world_size)
-    if documents is not None:
-        if documents.batch_size != query.shape[BATCH_DIM]:
-            raise ValueError(
-                f"documents describe {documents.batch_size} batch rows, the query has "
-                f"{query.shape[BATCH_DIM]}"
-            )
-        # The end of the documents is compared with S where the tiles are planned.
+    # The end of the documents is compared with S where the tiles are planned.
+    if documents is not None and documents.batch_size != query.shape[BATCH_DIM]:
+        raise ValueError(
+            f"documents describe {documents.batch_size} batch rows, the query has "
+            f"{query.shape[BATCH_DIM]}"
+        )
 
 
 def _check_placements(
     query: Tensor, key: Tensor, value: Tensor, mesh: DeviceMesh | None
-) -> tuple[Placement, ...]:
-    """The common placements of three DTensors, if the ring can work on them."""
-    if not all(isinstance(x, DTensor) for x in (query, key, value)):
+) -> tuple[DTensor, DTensor, DTensor]:
+    """The three as DTensors, if the ring can work on their placements."""
+    if not (isinstance(query, DTensor) and isinstance(key, DTensor) and isinstance(value, DTensor)):
         raise ValueError("query, key and value must all be DTensors, or none of them")
     axes = query.device_mesh.mesh_dim_names or ()
     axis = None if mesh is None or mesh.mesh_dim_names is None else mesh.mesh_dim_names[0]
     if axis not in axes:
         raise ValueError(
-            f"DTensors must live on a device mesh with the ring's axis {axis!r}; its axes are {axes}"
+            f"DTensors must live on a device mesh with the ring's axis {axis!r}; "
+            f"its axes are {axes}"
         )
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.device_mesh != query.device_mesh or x.placements != query.placements:
@@ -171,7 +177,7 @@ def _check_placements(
                 f"{name}: sequence length {x.shape[SEQ_DIM]} is not a multiple of "
                 f"{_shards(x, SEQ_DIM)} ranks"
             )
-    return query.placements
+    return query, key, value
 
 
 def _shards(x: DTensor, dim: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +14,8 @@ class Documents:
     """Global document boundaries of a batch; a token attends only within its own document.
 
     Attributes:
-        boundaries: int64 CPU tensor (B, N). Row b is 0 = c_0 <= c_1 <= ... <= c_{N-1} = S; document i
-            of the row is [c_i, c_{i+1}). Rows with fewer documents repeat S (empty documents).
+        boundaries: int64 CPU tensor (B, N). Row b is 0 = c_0 <= c_1 <= ... <= c_{N-1} = S; document
+            i of the row is [c_i, c_{i+1}). Rows with fewer documents repeat S (empty documents).
 
     It is no tensor, so that FSDP and trainers leave it on the host, where the ring plans its kernel
     calls without synchronising; it is a pytree node, so that pipeline parallelism splits it over
@@ -67,10 +67,11 @@ class Documents:
         return expanded - self.boundaries.gather(1, last_start)
 
 
-def _unflatten(leaves: list[torch.Tensor], _context: None) -> Documents:
+def _unflatten(leaves: Iterable[torch.Tensor], _context: None) -> Documents:
     # The leaf may be a slice of the batch or a fake tensor: it was checked when first built.
     documents = object.__new__(Documents)
-    object.__setattr__(documents, "boundaries", leaves[0])
+    (boundaries,) = leaves
+    object.__setattr__(documents, "boundaries", boundaries)
     return documents
 
 

@@ -35,7 +35,7 @@ class Layout(ABC):
     def count_before(
         self, position: IntOrArray, seq_len: int, world_size: int, rank: int
     ) -> IntOrArray:
-        """Number of `rank`'s tokens whose global position is below `position` (0 <= position <= S)."""
+        """Number of `rank`'s tokens whose global position is below `position`, 0 to S."""
 
     @abstractmethod
     def _positions(self, seq_len: int, world_size: int, rank: int) -> np.ndarray: ...
@@ -69,10 +69,10 @@ class Layout(ABC):
 
 @dataclass(frozen=True)
 class Striped(Layout):
-    """Stripes of `block_size` tokens dealt to the ranks in turn (Striped Attention, arXiv 2311.09431).
+    """Stripes of `block_size` tokens dealt to the ranks in turn (arXiv 2311.09431).
 
-    Block b of the sequence lives on rank b mod P. With block_size = 1, token t lives on rank t mod P
-    at local index t div P, and every tile of the ring is a causal square.
+    Block b of the sequence lives on rank b mod P. With block_size = 1, token t lives on rank
+    t mod P at local index t div P, and every tile of the ring is a causal square.
     """
 
     block_size: int = 1

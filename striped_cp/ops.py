@@ -1,7 +1,7 @@
 """The ring as torch custom operators.
 
-`striped_cp::ring_attention` and its backward are opaque to torch.compile (fullgraph included), and a
-selective activation-checkpointing policy can name the forward to keep its output:
+`striped_cp::ring_attention` and its backward are opaque to torch.compile (fullgraph included), and
+a selective activation-checkpointing policy can name the forward to keep its output:
 `torch.ops.striped_cp.ring_attention.default`.
 """
 
@@ -34,7 +34,7 @@ def _ring(group_name: str) -> Ring:
     """The ring of a process group, made once so that its receive buffers are reused."""
     if not group_name:
         return SingleRing()
-    group = _resolve_process_group(group_name)
+    group = _resolve_process_group(dist.GroupName(group_name))
     ring = _rings.get(group)
     if ring is None:
         ring = _rings[group] = ProcessGroupRing(group)

@@ -6,11 +6,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from .attention import TOKEN_STRIPES, ring_attention, ring_group
+from .attention import TOKEN_STRIPES, RotateMethod, ring_attention, ring_group
 from .documents import Documents
 from .kernels import KERNELS
 from .layout import Layout
-from .ring import RotateMethod
 
 
 class RingAttention(nn.Module):
@@ -103,7 +102,7 @@ class StripedContextParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         ring = RingAttention(device_mesh, self.layout, self.rotate_method, self.kernel)
-        module.forward = ring.forward  # type: ignore[method-assign]
+        module.forward = ring.forward
         return module
 
 

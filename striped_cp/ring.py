@@ -1,7 +1,7 @@
 """The ring: keys and values travel from rank to rank, queries stay.
 
-In step t, rank p holds the keys and values of rank (p - t) mod P and computes one tile with them. The
-next hop is posted before the tile's kernel starts, so it travels while the kernel runs. In the
+In step t, rank p holds the keys and values of rank (p - t) mod P and computes one tile with them.
+The next hop is posted before the tile's kernel starts, so it travels while the kernel runs. In the
 backward pass the gradients dK, dV travel behind their keys, in float32, one hop after each tile,
 and are home after P hops.
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,6 @@ from .kernels.base import Kernel
 from .merge import OutputAccumulator, accumulate_, accumulation_dtype
 from .tiles import Tile
 
-RotateMethod = Literal["ring", "allgather"]
 Tensors = tuple[Tensor, ...]
 
 
@@ -82,7 +81,7 @@ def attention_forward(
     kernel: Kernel,
     ring: Ring,
     scale: float,
-    rotate_method: RotateMethod,
+    rotate_method: str,
 ) -> tuple[Tensor, Tensor]:
     """Exact attention of this rank's queries over the keys of all ranks.
 
@@ -90,6 +89,7 @@ def attention_forward(
         query: (B, H, n, D), n = S/P.
         key, value: (B, Hkv, n, D).
         tiles: this rank's tiles in ring order (`tiles_of_rank`).
+        rotate_method: "ring", O(S/P) keys and values, or "allgather", O(S).
 
     Returns:
         out (B, H, n, D) in the query's dtype and lse (B, H, n) in float32 (float64 for float64),
@@ -116,7 +116,7 @@ def attention_backward(
     kernel: Kernel,
     ring: Ring,
     scale: float,
-    rotate_method: RotateMethod,
+    rotate_method: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `attention_forward` with respect to query, key and value, in their dtypes.
 
@@ -142,9 +142,9 @@ def attention_backward(
 
 
 def _rotate(
-    ring: Ring, key: Tensor, value: Tensor, rotate_method: RotateMethod
+    ring: Ring, key: Tensor, value: Tensor, rotate_method: str
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Keys and values of rank, rank - 1, ..., rank - P + 1, each while the next are on their way."""
+    """Keys and values of ranks p, p - 1, ..., p - P + 1, each while the next are on their way."""
     k, v = (_sequence_major(x).transpose(1, 2) for x in (key, value))  # contiguous (B, n, Hkv, D)
     gather = rotate_method == "allgather" and ring.world_size > 1
     yield from (_all_gather_kv if gather else _shift_kv)(ring, k, v)
@@ -176,7 +176,7 @@ def _all_gather_kv(ring: Ring, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, T
 
 
 class _TravellingGradients:
-    """dK, dV of the keys at hand: received from the rank that held them before, sent on with them."""
+    """dK, dV of the keys at hand: received from the rank that held them last, sent on with them."""
 
     def __init__(self, ring: Ring, dk: Tensor, dv: Tensor) -> None:
         self.ring = ring
@@ -290,7 +290,11 @@ class SingleRing(Ring):
     def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor]) -> Pending:
         raise AssertionError("a ring of one rank has no neighbours")
 
-    all_gather = all_to_all = shift
+    def all_gather(self, out: Tensor, x: Tensor) -> Pending:
+        raise AssertionError("a ring of one rank has nothing to gather")
+
+    def all_to_all(self, out: Tensor, x: Tensor) -> Pending:
+        raise AssertionError("a ring of one rank has nothing to exchange")
 
 
 T = TypeVar("T")

@@ -1,10 +1,10 @@
 """Tiles: what the queries of one rank see of the keys of one rank, as few exact blocks.
 
 For (layout, documents, query rank p, key rank r) this module answers one question: which rows of q
-and k form which full or triangular blocks? A tile is a short tuple of passes. The blocks of one pass
-share a mask and have disjoint query rows and disjoint key rows, so a pass is one variable-length
-kernel call, or a loop of dense calls over views. Work and memory follow the visible pairs; no
-(S/P) x (S/P) mask exists anywhere.
+and k form which full or triangular blocks? A tile is a short tuple of passes. The blocks of one
+pass share a mask and have disjoint query rows and disjoint key rows, so a pass is one
+variable-length kernel call, or a loop of dense calls over views. Work and memory follow the visible
+pairs; no (S/P) x (S/P) mask exists anywhere.
 
 Token stripes, one document, P = 2: rank 0 holds tokens 0 2 4 6, rank 1 holds 1 3 5 7.
 
@@ -88,10 +88,13 @@ class Tile:
 def tiles_of_rank(
     layout: Layout, seq_len: int, world_size: int, rank: int, documents: Documents | None = None
 ) -> tuple[Tile, ...]:
-    """The P tiles of query rank `rank` in ring order: step t holds the keys of rank (rank - t) mod P.
+    """The P tiles of query rank p in ring order: in step t, the keys of rank (p - t) mod P.
 
-    Computed once per batch and reused by every layer, forward and backward: the result is cached by
-    the boundaries' values.
+    Computed once per batch and reused by every layer, forward and backward: the result is cached
+    by the boundaries' values.
+
+    Raises:
+        ValueError: S does not suit the layout, or documents do not end at S.
     """
     if documents is None:
         key = None

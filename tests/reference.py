@@ -27,7 +27,7 @@ def reference_attention(
     documents: Documents | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Dense masked attention in float64: (B, H, S, D) from whole sequences, grouped-query included."""
+    """Dense masked attention of whole sequences in float64: (B, H, S, D)."""
     query, key, value = (x.double() for x in (query, key, value))
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
@@ -61,7 +61,7 @@ TOLERANCE = {
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    """Largest difference over the largest value of `want` (at least 0.1: a gradient may be zero)."""
+    """Largest difference over the largest value of `want`, or over 0.1: gradients may be zero."""
     assert got.shape == want.shape, f"{tuple(got.shape)} is not {tuple(want.shape)}"
     assert got.isfinite().all(), "not finite"
     return float((got.double() - want.double()).abs().max() / want.double().abs().max().clamp(0.1))

@@ -18,7 +18,8 @@ from ..layout import Layout
 from ..tiles import Tile
 
 
-class Region(NamedTuple):
+@dataclass(frozen=True)
+class Region:
     """Rows of one block: `count` runs of `length` rows, `stride` apart, in some batch rows."""
 
     batch: slice

@@ -82,7 +82,7 @@ def blocks(tile: Tile) -> Iterator[tuple[Mask, Region, Region]]:
 
 
 def _take(mask: Mask, region: Region, x: Tensor) -> Tensor:
-    """The region's rows as kernel input: repeats folded into the batch, anticausal rows reversed."""
+    """The region's rows as kernel input: repeats in the batch, anticausal rows reversed."""
     x = region.of(x)
     if region.count > 1:
         x = x.transpose(1, 2).flatten(0, 1)

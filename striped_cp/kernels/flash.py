@@ -1,4 +1,4 @@
-"""FlashAttention as built into torch: FlashAttention-2, or 3 and 4 once the user has activated torch's
+"""FlashAttention as built into torch: version 2, or 3 and 4 once the user has activated torch's
 registered implementation (`torch.nn.attention.activate_flash_attention_impl`).
 
 Without documents a block is one dense call. With documents a pass of a tile is one variable-length
@@ -140,8 +140,8 @@ class VarlenPlan(NamedTuple):
     """Arguments of one variable-length call.
 
     Attributes:
-        arguments: cu_seqlens_q and cu_seqlens_k (int32, on the device), longest query and key segment.
-        reverse: rows are passed in reverse order, which turns an anticausal block into a causal one.
+        arguments: cu_seqlens of queries and of keys, int32 on the device; longest segment of each.
+        reverse: rows are passed in reverse order, which turns an anticausal block causal.
     """
 
     arguments: tuple[Tensor, Tensor, int, int]

@@ -26,7 +26,7 @@ class FlexKernel:
 
     def refuse(self, request: Request) -> str | None:
         if request.device_type != "cuda":
-            return f"torch's FlexAttention has no backward on {request.device_type!r}, only on CUDA devices"
+            return f"FlexAttention has a backward on CUDA only, not on {request.device_type!r}"
         if request.dtype == torch.float64:
             return "it computes in float32, bfloat16 or float16, not float64"
         return None
@@ -51,9 +51,9 @@ class FlexKernel:
     ) -> Iterator[PartialGradients]:
         if not tile.passes:
             return
-        leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+        q, k, v = leaves = [x.detach().requires_grad_() for x in (query, key, value)]
         with torch.enable_grad():
-            tile_out, tile_lse = _attend(*leaves, tile, scale)
+            tile_out, tile_lse = _attend(q, k, v, tile, scale)
         weight = torch.exp(tile_lse.detach() - lse)  # 0 where the tile shows a row nothing
         grad = grad_out.to(weight.dtype)
         grad_lse = weight * (grad * (tile_out.detach() - out)).sum(-1)
@@ -81,7 +81,7 @@ def _attend(
 @cache
 def _flex_attention(device_type: str) -> Callable:
     # On the CPU only the eager form serves, forward only, for tests.
-    return flex_attention if device_type == "cpu" else torch.compile(flex_attention)
+    return flex_attention if device_type == "cpu" else torch.compile(flex_attention)  # type: ignore[return-value]
 
 
 _block_masks: WeakKeyDictionary[Tile, BlockMask] = WeakKeyDictionary()
