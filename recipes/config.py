@@ -42,7 +42,21 @@ class Model(titan.Model):
 @dataclass
 class Training(titan.Training):
     dataset: str = "sample"
-    """Dataset to use: "sample" is the bundled corpus"""
+    """Dataset to use: "sample" (the bundled corpus), "local" with dataset_path, a Hugging Face name
+    owner/name, or one of torchtitan's own"""
+
+    dataset_path: str | None = None
+    """File, folder or glob of .txt, .jsonl, .jsonl.gz, .parquet, or a prepared folder (dataset
+    "local"); where torchtitan's own datasets are found"""
+
+    text_column: str = "text"
+    """JSON key or column that holds the text of a document"""
+
+    dataset_subset: str | None = None
+    """Subset (configuration) of a Hugging Face dataset"""
+
+    dataset_split: str = "train"
+    """Split of a Hugging Face dataset"""
 
 
 @dataclass
@@ -60,7 +74,20 @@ class Parallelism(titan.Parallelism):
 @dataclass
 class Validation(titan.Validation):
     dataset: str = "sample"
-    """Dataset to use for validation"""
+    """Dataset to use for validation; the same choices as in [training]"""
+
+    dataset_path: str | None = None
+    """File, folder or glob of .txt, .jsonl, .jsonl.gz, .parquet, or a prepared folder (dataset
+    "local"); where torchtitan's own datasets are found"""
+
+    text_column: str = "text"
+    """JSON key or column that holds the text of a document"""
+
+    dataset_subset: str | None = None
+    """Subset (configuration) of a Hugging Face dataset"""
+
+    dataset_split: str = "train"
+    """Split of a Hugging Face dataset"""
 
     local_batch_size: int = -1
     """Batch size for validation. -1: training.local_batch_size"""
@@ -89,6 +116,15 @@ class Documents:
     mask: bool = True
     """Whether tokens of a packed sequence attend within their own document only"""
 
+    packing: Literal["pack", "concat"] = "pack"
+    """"pack": whole documents, best fit, long ones cut. "concat": join and cut, as torchtitan does"""
+
+    reset_positions: bool = True
+    """Whether RoPE positions begin at 0 in every document (with mask = false, in every sequence)"""
+
+    shuffle_seed: int | None = None
+    """Seed of a new order of the documents in every epoch; for prepared documents. Unset: as stored"""
+
 
 @dataclass
 class Rope:
@@ -109,6 +145,12 @@ class Rope:
 
     original_max_position_embeddings: int = 8192
     """Sequence length of the pre-training that the frequencies were made for, in tokens"""
+
+    attention_temperature: bool = True
+    """Whether "yarn" also scales the attention logits (arXiv 2309.00071, section 3.3)"""
+
+    extrapolate: bool = False
+    """Whether sequences longer than these settings are meant for are wanted"""
 
 
 @dataclass

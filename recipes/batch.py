@@ -1,0 +1,71 @@
+"""A batch as the data loader yields it, to this rank's part of it."""
+
+from collections.abc import Mapping
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torchtitan.distributed import ParallelDims
+
+from recipes.config import StripedJobConfig
+from recipes.config_checks import layout_of
+from striped_cp import Documents, Layout, shard_sequence
+
+
+def plain_loss(loss: torch.Tensor) -> torch.Tensor:
+    """The value of a loss that tensor parallelism may have left as a DTensor."""
+    return loss.full_tensor() if isinstance(loss, DTensor) else loss
+
+
+class BatchSharder:
+    """Deals the tokens of a batch to the ranks of the `cp` mesh, and finds its documents.
+
+    Trainer and validator share it, so that both see the same positions, masks, and labels. Labels
+    come shifted from the loader: a token and its target travel together to one rank.
+    """
+
+    def __init__(self, job_config: StripedJobConfig, parallel_dims: ParallelDims) -> None:
+        self.layout: Layout = layout_of(job_config)
+        self.mask_documents = job_config.documents.mask
+        self.cp_mesh: DeviceMesh | None = parallel_dims.get_optional_mesh("cp")
+        self.pp_enabled = parallel_dims.pp_enabled
+
+    def shard(
+        self, input_dict: Mapping[str, torch.Tensor], labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor | Documents | None]]:
+        """
+        Args:
+            input_dict: "input" int64 (B, S); with packed documents also "boundaries" int64 (B, N),
+                as `Documents` takes them.
+            labels: int64 (B, S), -100 where there is nothing to predict.
+
+        Returns:
+            tokens int64 (B, S/P) and labels int64 (B, S/P) of this rank, and the model's other
+            arguments: its "positions" and the "attention_masks" of the whole sequence.
+        """
+        tokens = input_dict["input"]
+        positions = self._positions(tokens)
+        if self.cp_mesh is not None:
+            tokens = shard_sequence(tokens, mesh=self.cp_mesh, layout=self.layout)
+            labels = shard_sequence(labels, mesh=self.cp_mesh, layout=self.layout)
+        documents = self._documents(input_dict.get("boundaries"))
+        return tokens, labels, {"positions": positions, "attention_masks": documents}
+
+    def _positions(self, tokens: torch.Tensor) -> torch.Tensor:
+        """int64 (1, S/P); (B, S/P) for a pipeline, which cuts every argument along the batch."""
+        batch_size, seq_len = tokens.shape
+        if self.cp_mesh is None:
+            local = torch.arange(seq_len)
+        else:
+            size, rank = self.cp_mesh.size(), self.cp_mesh.get_local_rank()
+            local = self.layout.positions(seq_len, size, rank)
+        return local.expand(batch_size if self.pp_enabled else 1, -1)
+
+    def _documents(self, boundaries: torch.Tensor | None) -> Documents | None:
+        """None also for one document per row: plain causal attention is that, and faster."""
+        if boundaries is None or not self.mask_documents:
+            return None
+        lengths = boundaries.diff(dim=1)
+        if ((lengths > 0).sum(dim=1) <= 1).all():
+            return None
+        return Documents(boundaries)

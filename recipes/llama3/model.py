@@ -1,0 +1,119 @@
+"""torchtitan's LLaMA-3 whose attention sees documents and knows the positions of its tokens.
+
+Parameter names are torchtitan's, so its checkpoints and its Hugging Face adapter fit. In shapes: B
+batch, S sequence, P context-parallel ranks, H heads of this rank, D head dimension.
+"""
+
+import torch
+from torch import nn
+from torchtitan.models.attention import ScaledDotProductAttentionWrapper
+from torchtitan.models.llama3.model import model as titan
+
+from recipes.llama3.args import TransformerModelArgs
+from recipes.llama3.rope import apply_rotations, rotations
+from striped_cp import Documents, RingAttention
+
+
+class InnerAttention(ScaledDotProductAttentionWrapper):
+    """Attention without context parallelism: torch's kernel, or a ring of one rank for documents.
+
+    With context parallelism `StripedContextParallel` replaces its forward.
+    """
+
+    def __init__(self, kernel: str) -> None:
+        super().__init__()
+        self.packed = RingAttention(mesh=None, kernel=kernel)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        documents: Documents | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        if documents is None:
+            return super().forward(query, key, value, enable_gqa=enable_gqa)
+        return self.packed(query, key, value, documents=documents, enable_gqa=enable_gqa)
+
+
+class Attention(titan.Attention):
+    def __init__(self, model_args: TransformerModelArgs) -> None:
+        super().__init__(model_args)
+        self.inner_attention = InnerAttention(model_args.kernel)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        rotation: torch.Tensor,
+        documents: Documents | None,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """
+        Args:
+            x: (B, S/P, dim).
+            rotation: complex64 (1 or B, S/P, 1, D/2), of this rank's positions.
+            documents: of the whole sequence, or None for one document a row.
+            positions: unused; torchtitan's tensor-parallel plan names four inputs.
+
+        Returns:
+            (B, S/P, dim).
+        """
+        batch, length, _ = x.shape
+        # -1: tensor parallelism has left this rank a part of the heads.
+        query = self.wq(x).view(batch, length, -1, self.head_dim)
+        key = self.wk(x).view(batch, length, -1, self.head_dim)
+        value = self.wv(x).view(batch, length, -1, self.head_dim)
+        query, key = apply_rotations(query, rotation), apply_rotations(key, rotation)
+        out_BHSD = self.inner_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            documents=documents,
+            enable_gqa=self.enable_gqa,
+        )
+        return self.wo(out_BHSD.transpose(1, 2).reshape(batch, length, -1))
+
+
+class TransformerBlock(titan.TransformerBlock):
+    def __init__(self, layer_id: int, model_args: TransformerModelArgs) -> None:
+        super().__init__(layer_id, model_args)
+        self.attention = Attention(model_args)
+
+
+class Transformer(titan.Transformer):
+    def __init__(self, model_args: TransformerModelArgs) -> None:
+        super().__init__(model_args)
+        self.model_args: TransformerModelArgs = model_args
+        self.layers = nn.ModuleDict(
+            {str(i): TransformerBlock(i, model_args) for i in range(model_args.n_layers)}
+        )
+
+    def _precompute_freqs_cis(self) -> torch.Tensor:
+        """Empty: torchtitan's table of every position would take 512 MiB at 1M tokens."""
+        return torch.empty(0)
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        attention_masks: Documents | None = None,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """
+        Args:
+            tokens: int64 (B, S/P), or hidden states (B, S/P, dim) of the previous pipeline stage.
+            attention_masks: documents of the whole sequence, under torchtitan's name.
+            positions: int64 (1 or B, S/P), global position of every local token; None: 0 to S - 1.
+
+        Returns:
+            (B, S/P, V) logits, or hidden states for the next pipeline stage.
+        """
+        hidden = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        rotation = rotations(self.model_args.rope, self.model_args.head_dim, positions)
+        for block in self.layers.values():
+            hidden = block(hidden, rotation, attention_masks, positions)
+        hidden = self.norm(hidden) if self.norm is not None else hidden
+        return self.output(hidden) if self.output is not None else hidden

@@ -1,0 +1,64 @@
+"""Registers the train spec "llama3_striped" with torchtitan."""
+
+from datasets import load_dataset
+from torchtitan.components.loss import build_cross_entropy_loss
+from torchtitan.components.lr_scheduler import build_lr_schedulers
+from torchtitan.components.optimizer import build_optimizers
+from torchtitan.components.tokenizer import BaseTokenizer, build_hf_tokenizer
+from torchtitan.distributed.pipeline_parallel import pipeline_llm
+from torchtitan.hf_datasets import DatasetConfig
+from torchtitan.hf_datasets.text_datasets import DATASETS, build_text_dataloader
+from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
+from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
+
+from recipes.config import StripedJobConfig
+from recipes.llama3.args import FLAVORS
+from recipes.llama3.model import Transformer
+from recipes.llama3.parallelize import parallelize_llama
+from recipes.validator import build_validator
+
+NAME = "llama3_striped"
+
+
+def build_tokenizer(job_config: StripedJobConfig) -> BaseTokenizer:
+    """The tokenizer of model.hf_assets_path.
+
+    Raises:
+        ValueError: it has entries that the model's embedding does not know.
+    """
+    tokenizer = build_hf_tokenizer(job_config)
+    size, flavor = tokenizer.get_vocab_size(), job_config.model.flavor
+    if size > FLAVORS[flavor].vocab_size:
+        raise ValueError(
+            f"model.hf_assets_path = {job_config.model.hf_assets_path!r}: its tokenizer has {size} "
+            f"entries, flavor {flavor!r} has room for {FLAVORS[flavor].vocab_size}"
+        )
+    return tokenizer
+
+
+def register() -> None:
+    """Make the model known to torchtitan's trainer; once per process."""
+    DATASETS.setdefault(
+        "sample",
+        DatasetConfig(
+            path="assets/corpus/austen.jsonl.gz",
+            loader=lambda path: load_dataset("json", data_files=path, split="train"),
+            sample_processor=lambda sample: sample["text"],
+        ),
+    )
+    register_train_spec(
+        NAME,
+        TrainSpec(
+            model_cls=Transformer,
+            model_args=FLAVORS,
+            parallelize_fn=parallelize_llama,
+            pipelining_fn=pipeline_llm,
+            build_optimizers_fn=build_optimizers,
+            build_lr_schedulers_fn=build_lr_schedulers,
+            build_dataloader_fn=build_text_dataloader,
+            build_tokenizer_fn=build_tokenizer,
+            build_loss_fn=build_cross_entropy_loss,
+            build_validator_fn=build_validator,
+            state_dict_adapter=Llama3StateDictAdapter,
+        ),
+    )

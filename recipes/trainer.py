@@ -1,0 +1,147 @@
+"""torchtitan's Trainer for batches that are spread over the context-parallel ranks.
+
+What differs from torchtitan 0.2.2, beside the sharding: tokens are counted where they are (after
+sharding, summed over the data- and context-parallel ranks), so that every metric has its true value
+for any degree; gradients of a pipeline are divided by the token count like all others; a step
+without any label changes nothing.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.tools.logging import logger
+from torchtitan.train import Trainer
+
+from recipes.batch import BatchSharder, plain_loss
+from recipes.config import StripedJobConfig
+
+
+class Microbatch(NamedTuple):
+    """This rank's tokens and labels, int64 (B, S/P), and the model's other arguments."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    kwargs: dict[str, Any]
+
+
+class StripedTrainer(Trainer):
+    job_config: StripedJobConfig
+
+    def __init__(self, job_config: StripedJobConfig) -> None:
+        super().__init__(job_config)
+        self.sharder = BatchSharder(job_config, self.parallel_dims)
+
+    def batch_generator(
+        self, data_iterable: Iterable[tuple[dict[str, torch.Tensor], torch.Tensor]]
+    ) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        """Yield batches; `ntokens_seen` becomes the count of all ranks, right on any resume."""
+        replicas = self._data_parallel_degree()
+        for input_dict, labels in super().batch_generator(data_iterable):
+            self.ntokens_seen += labels.numel() * (replicas - 1)
+            yield input_dict, labels
+
+    def train_step(
+        self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]
+    ) -> None:
+        self.optimizers.zero_grad()
+        lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
+        microbatches, local_tokens = self._next_microbatches(data_iterator)
+        global_tokens = dist_utils.dist_sum(local_tokens, self._loss_mesh())
+        # Without labels the loss is 0 / 1 rather than 0 / 0.
+        loss = sum(self._forward_backward(m, max(global_tokens, 1.0)) for m in microbatches)
+        if self.parallel_dims.pp_enabled:
+            self._divide_gradients(max(global_tokens, 1.0))
+        grad_norm = dist_utils.clip_grad_norm_(
+            [p for m in self.model_parts for p in m.parameters()],
+            self.job_config.training.max_norm,
+            foreach=True,
+            pp_mesh=self.parallel_dims.get_optional_mesh("pp"),
+        )
+        self.checkpointer.maybe_wait_for_staging()
+        if global_tokens:
+            self.optimizers.step()
+        else:
+            # Adam would move the weights even so, by its momentum and weight decay.
+            logger.warning(f"step {self.step}: no label to learn from, the weights stay")
+        self.lr_schedulers.step()
+        if self.metrics_processor.should_log(self.step):
+            self._log(loss, local_tokens, global_tokens, grad_norm, lr)
+
+    def _next_microbatches(
+        self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]
+    ) -> tuple[list[Microbatch], torch.Tensor]:
+        """This rank's part of the batches of a step, on the device, and the labels in it."""
+        microbatches = []
+        count = torch.zeros((), dtype=torch.int64)
+        for _ in range(self.gradient_accumulation_steps):
+            tokens, labels, kwargs = self.sharder.shard(*next(data_iterator))
+            count += (labels != IGNORE_INDEX).sum()
+            kwargs["positions"] = kwargs["positions"].to(self.device)
+            microbatches.append(Microbatch(tokens.to(self.device), labels.to(self.device), kwargs))
+        return microbatches, count.to(self.device)
+
+    def _forward_backward(self, microbatch: Microbatch, global_tokens: float) -> torch.Tensor:
+        """Gradients of one microbatch; returns its loss, summed here, divided by all tokens."""
+        if self.parallel_dims.pp_enabled:
+            loss_sum = self._run_pipeline(microbatch)
+            return loss_sum / global_tokens
+        (model,) = self.model_parts
+        with self.train_context():
+            with self.maybe_enable_amp:
+                prediction = model(microbatch.tokens, **microbatch.kwargs)
+                loss = self.loss_fn(prediction, microbatch.labels) / global_tokens
+            del prediction  # its memory is free for the backward pass
+            loss.backward()
+        return plain_loss(loss.detach())
+
+    def _run_pipeline(self, microbatch: Microbatch) -> torch.Tensor:
+        """Loss sum of the last stage; 0 on the ranks of other stages, which do not know it."""
+        losses: list[torch.Tensor] = []
+        inputs = (microbatch.tokens,) if self.pp_has_first_stage else ()
+        with self.train_context():
+            self.pp_schedule.step(
+                *inputs,
+                **microbatch.kwargs,
+                target=microbatch.labels if self.pp_has_last_stage else None,
+                losses=losses if self.pp_has_last_stage else None,
+                return_outputs=False,
+            )
+        if not self.pp_has_last_stage:
+            return torch.zeros((), device=self.device)
+        return plain_loss(torch.stack(losses).sum().detach()).to(self.device)
+
+    def _divide_gradients(self, global_tokens: float) -> None:
+        """The schedule runs backward from loss sums; torchtitan 0.2.2 leaves it at that."""
+        for part in self.model_parts:
+            for parameter in part.parameters():
+                if parameter.grad is not None:
+                    parameter.grad /= global_tokens
+
+    def _log(
+        self,
+        loss: torch.Tensor,
+        local_tokens: torch.Tensor,
+        global_tokens: float,
+        grad_norm: torch.Tensor,
+        lr: float,
+    ) -> None:
+        """Average loss over all tokens, and the largest average among the ranks that have any."""
+        mesh = self._loss_mesh()
+        local_average = loss * max(global_tokens, 1.0) / local_tokens.clamp(min=1)
+        self.metrics_processor.log(
+            self.step,
+            dist_utils.dist_sum(loss, mesh),
+            dist_utils.dist_max(local_average, mesh),
+            grad_norm.item(),
+            extra_metrics={"n_tokens_seen": self.ntokens_seen, "lr": lr},
+        )
+
+    def _loss_mesh(self) -> torch.distributed.device_mesh.DeviceMesh | None:
+        """The ranks that hold different tokens: data parallel times context parallel."""
+        return self.parallel_dims.get_optional_mesh("loss")
+
+    def _data_parallel_degree(self) -> int:
+        return self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard

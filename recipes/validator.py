@@ -1,0 +1,135 @@
+"""Validation loss that does not depend on how the ranks share the work.
+
+torchtitan 0.2.2 counts tokens after sharding and adds them up over data-parallel ranks only, which
+multiplies the loss by the context-parallel degree; it also goes on in the data where the last round
+stopped, so that no two rounds measure the same.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.loss import IGNORE_INDEX, LossFunction
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.components.validate import BaseValidator, ValidationContext
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.hf_datasets.text_datasets import build_text_validation_dataloader
+from torchtitan.tools.utils import device_type
+
+from recipes.batch import BatchSharder, plain_loss
+from recipes.config import StripedJobConfig
+
+
+class StripedValidator(BaseValidator):
+    """Mean loss per token over the first `validation.steps` batches, the same ones every time."""
+
+    job_config: StripedJobConfig
+
+    def __init__(
+        self,
+        job_config: StripedJobConfig,
+        build_dataloader: Callable[[], BaseDataLoader],
+        parallel_dims: ParallelDims,
+        loss_fn: LossFunction,
+        validation_context: ValidationContext,
+        maybe_enable_amp: AbstractContextManager[None],
+        metrics_processor: MetricsProcessor,
+        pp_schedule: Any | None = None,
+        pp_has_first_stage: bool | None = None,
+        pp_has_last_stage: bool | None = None,
+    ) -> None:
+        super().__init__(job_config)
+        self.build_dataloader = build_dataloader
+        self.parallel_dims = parallel_dims
+        self.sharder = BatchSharder(job_config, parallel_dims)
+        self.loss_fn = loss_fn
+        self.validation_context = validation_context
+        self.maybe_enable_amp = maybe_enable_amp
+        self.metrics_processor = metrics_processor
+        self.pp_schedule = pp_schedule
+        self.pp_has_first_stage = pp_has_first_stage
+        self.pp_has_last_stage = pp_has_last_stage
+
+    @torch.no_grad()
+    def validate(self, model_parts: list[nn.Module], step: int) -> None:
+        for part in model_parts:
+            part.eval()
+        loss_sum = torch.zeros((), device=device_type)
+        tokens = torch.zeros((), dtype=torch.int64, device=device_type)
+        for input_dict, labels in self._batches():
+            self.metrics_processor.ntokens_since_last_log += labels.numel()
+            local_tokens, local_labels, kwargs = self.sharder.shard(input_dict, labels)
+            kwargs["positions"] = kwargs["positions"].to(device_type)
+            local_labels = local_labels.to(device_type)
+            tokens += (local_labels != IGNORE_INDEX).sum()
+            loss_sum += self._loss(model_parts, local_tokens.to(device_type), local_labels, kwargs)
+        mesh = self.parallel_dims.get_optional_mesh("loss")
+        total = dist_utils.dist_sum(tokens, mesh)
+        loss = dist_utils.dist_sum(loss_sum, mesh) / max(total, 1.0)
+        self.metrics_processor.log_validation(loss=loss, step=step)
+        for part in model_parts:
+            part.train()
+
+    def _batches(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        """Batches from the start of the data, until a rank has no more or the steps are done."""
+        batches = iter(self.build_dataloader())
+        mesh = self.parallel_dims.get_optional_mesh("batch")
+        step = 0
+        while step != self.job_config.validation.steps:
+            batch = next(batches, None)
+            # Collectives follow: all ranks stop at the first that runs out.
+            missing = torch.tensor(int(batch is None), device=device_type)
+            if dist_utils.dist_max(missing, mesh) or batch is None:
+                return
+            yield batch
+            step += 1
+
+    def _loss(
+        self,
+        model_parts: list[nn.Module],
+        tokens: torch.Tensor,
+        labels: torch.Tensor,
+        kwargs: dict[str, Any],
+    ) -> torch.Tensor:
+        """Loss sum of this rank's tokens; 0 on the pipeline stages that do not know it."""
+        with self.validation_context():
+            if self.pp_schedule is None:
+                (model,) = model_parts
+                with self.maybe_enable_amp:
+                    return plain_loss(self.loss_fn(model(tokens, **kwargs), labels))
+            losses: list[torch.Tensor] = []
+            inputs = (tokens,) if self.pp_has_first_stage else ()
+            self.pp_schedule.eval(
+                *inputs,
+                **kwargs,
+                target=labels if self.pp_has_last_stage else None,
+                losses=losses if self.pp_has_last_stage else None,
+            )
+        if not self.pp_has_last_stage:
+            return torch.zeros((), device=device_type)
+        return plain_loss(torch.stack(losses).sum()).to(device_type)
+
+
+def build_validator(
+    job_config: StripedJobConfig,
+    dp_world_size: int,
+    dp_rank: int,
+    tokenizer: BaseTokenizer,
+    **kwargs: Any,
+) -> StripedValidator:
+    """Validator as torchtitan's trainer asks for it."""
+
+    def build_dataloader() -> BaseDataLoader:
+        return build_text_validation_dataloader(
+            job_config=job_config,
+            dp_world_size=dp_world_size,
+            dp_rank=dp_rank,
+            tokenizer=tokenizer,
+        )
+
+    return StripedValidator(job_config, build_dataloader, **kwargs)
