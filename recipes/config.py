@@ -117,13 +117,13 @@ class Documents:
     """Whether tokens of a packed sequence attend within their own document only"""
 
     packing: Literal["pack", "concat"] = "pack"
-    """"pack": whole documents, best fit, long ones cut. "concat": join and cut, as torchtitan does"""
+    """Whole documents, best fit, long ones cut ("pack"), or joined and cut as in torchtitan"""
 
     reset_positions: bool = True
     """Whether RoPE positions begin at 0 in every document (with mask = false, in every sequence)"""
 
     shuffle_seed: int | None = None
-    """Seed of a new order of the documents in every epoch; for prepared documents. Unset: as stored"""
+    """Prepared documents get a new order every epoch from this seed. Unset: they keep theirs"""
 
 
 @dataclass

@@ -33,6 +33,8 @@ _AT_LEAST_ONE = (
     "striped_cp.block_size",
     "rope.scaling_factor",
     "rope.original_max_position_embeddings",
+    "training.dataloader.prefetch_factor",
+    "validation.dataloader.prefetch_factor",
 )
 _AT_LEAST_ZERO = (
     "optimizer.lr",
@@ -42,6 +44,7 @@ _AT_LEAST_ZERO = (
     "checkpoint.keep_latest_k",
     "training.dataloader.num_workers",
     "validation.dataloader.num_workers",
+    "documents.shuffle_seed",
     "memory.loss_chunk_tokens",
     "memory.mlp_chunk_tokens",
 )
@@ -109,7 +112,7 @@ def _check_ranges(config: "StripedJobConfig") -> None:
     for keys, fits, allowed in rules:
         for key in keys:
             value = get(config, key)
-            if not (math.isfinite(value) and fits(value)):
+            if value is not None and not (math.isfinite(value) and fits(value)):
                 raise InvalidSetting(key, value, "out of range", allowed)
 
 
@@ -286,3 +289,9 @@ def _check_files(config: "StripedJobConfig") -> None:
     if load_path and "://" not in load_path and not os.path.isdir(load_path):
         allowed = "the folder of one step of a checkpoint"
         raise InvalidSetting("checkpoint.initial_load_path", load_path, "no such folder", allowed)
+    # Imported late: `datasets` takes long to import, and the planner needs none of it.
+    from recipes.data.dataset import check_dataset
+
+    check_dataset(config, "training")
+    if config.validation.enable:
+        check_dataset(config, "validation")

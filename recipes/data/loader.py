@@ -1,0 +1,232 @@
+"""Batches of packed sequences, and the place where they stopped.
+
+The order of the data depends on the data-parallel rank alone: not on the number of workers, nor on
+context, tensor or pipeline parallelism. The state of a loader is the position of the last document
+read and the documents that wait to be packed, so a resumed run continues with exactly the next
+sequence, whatever it lies in the middle of.
+"""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torchtitan.components.dataloader import BaseDataLoader
+
+from recipes.data.packing import PACKERS, Packer
+from recipes.data.parallel import in_background, ordered_map
+from recipes.data.records import Record
+from recipes.data.samples import Sample, build_sample, collate, padding_sample
+from recipes.data.sources import Cursor, Source
+from recipes.data.tokens import encode
+
+Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
+
+REMEDY = 'or set checkpoint.exclude_from_loading = ["dataloader"] to begin the data anew'
+
+
+class Position(NamedTuple):
+    """A place in the documents: after `cursor` (None: the start) of a pass."""
+
+    epoch: int
+    cursor: Cursor | None
+
+
+class State(NamedTuple):
+    """Where a loader stands: the documents read so far, and those of them that wait."""
+
+    position: Position
+    pending: list[np.ndarray]
+
+
+class DocumentLoader(BaseDataLoader):
+    """Yields ({"input", "boundaries"}, labels); see `samples.collate` for shapes.
+
+    Like torchdata's StatefulDataLoader, `iter()` starts at the beginning, except for the first one
+    after `load_state_dict`, which continues there.
+
+    Args:
+        source: the documents.
+        tokenizer: torchtitan's tokenizer of the model.
+        dp_rank, dp_degree: this rank and the number of ranks that read different data.
+        seq_len: tokens per sequence, S.
+        batch_size: sequences per batch, B.
+        packing: "pack" or "concat".
+        mask: whether documents are kept apart.
+        infinite: whether to begin anew when the documents are used up. Otherwise the last batch
+            is filled with rows of padding, so that all have the same shape.
+        num_workers: threads that tokenize; with any, batches are also made ahead of their use.
+        prefetch_factor: documents in flight per worker, and batches made ahead.
+        pin_memory: whether input and labels lie in page-locked memory.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        tokenizer: Any,
+        *,
+        dp_rank: int,
+        dp_degree: int,
+        seq_len: int,
+        batch_size: int,
+        packing: str,
+        mask: bool,
+        infinite: bool,
+        num_workers: int = 0,
+        prefetch_factor: int = 2,
+        pin_memory: bool = False,
+    ) -> None:
+        self.source = source
+        self.tokenizer = tokenizer
+        self.dp_rank = dp_rank
+        self.dp_degree = dp_degree
+        self.seq_len = seq_len
+        self.batch_size = batch_size
+        self.packing = packing
+        self.mask = mask
+        self.infinite = infinite
+        self.num_workers = num_workers
+        self.prefetch_factor = prefetch_factor
+        self.pin_memory = pin_memory
+        self._state = self._start = State(Position(0, None), [])
+        self._resumed = False
+
+    @property
+    def epoch(self) -> int:
+        """How many times the documents were used up before the last one read."""
+        return self._state.position.epoch
+
+    def __iter__(self) -> Iterator[Batch]:
+        state = self._state if self._resumed else self._start
+        self._state, self._resumed = state, False
+        batches = self._batches(state)
+        if self.num_workers:
+            batches = in_background(batches, self.prefetch_factor)
+        for batch, self._state in batches:
+            yield batch
+
+    def _batches(self, state: State) -> Iterator[tuple[Batch, State]]:
+        """Batches after `state`, each with the state after it."""
+        rows: list[Sample] = []
+        after = state
+        for sample, after in self._samples(state):
+            rows.append(sample)
+            if len(rows) == self.batch_size:
+                yield self._collate(rows), after
+                rows = []
+        if rows:
+            rows += [padding_sample(self.seq_len)] * (self.batch_size - len(rows))
+            yield self._collate(rows), after
+
+    def _collate(self, rows: list[Sample]) -> Batch:
+        inputs, labels = collate(rows, self.mask)
+        if self.pin_memory and torch.cuda.is_available():
+            # Not the boundaries: the host reads them.
+            inputs["input"], labels = inputs["input"].pin_memory(), labels.pin_memory()
+        return inputs, labels
+
+    def _samples(self, state: State) -> Iterator[tuple[Sample, State]]:
+        """Sequences after `state`, each with the state after it."""
+        packer: Packer = PACKERS[self.packing](self.seq_len)
+        for tokens in state.pending:
+            packer.add(tokens)
+        position = state.position
+        documents = self._documents(position)
+        more = True
+        while True:
+            while (packed := packer.pop(flush=not more)) is not None:
+                sample = build_sample(packed, self.seq_len, self.mask)
+                yield sample, State(position, packer.pending())
+            if not more:
+                return
+            try:
+                position, tokens = next(documents)
+                packer.add(tokens)
+            except StopIteration:
+                more = False
+
+    def _documents(self, position: Position) -> Iterator[tuple[Position, np.ndarray]]:
+        """Tokens of the documents after `position`, each with its own position."""
+        records = self._records(position)
+        if not self.num_workers:
+            yield from map(self._encode, records)
+            return
+        pool = ThreadPoolExecutor(self.num_workers, thread_name_prefix="tokenizer")
+        try:
+            in_flight = self.num_workers * self.prefetch_factor
+            yield from ordered_map(pool, self._encode, records, in_flight)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _encode(self, item: tuple[Position, Record | np.ndarray]) -> tuple[Position, np.ndarray]:
+        position, document = item
+        return position, encode(self.tokenizer, document)
+
+    def _records(self, position: Position) -> Iterator[tuple[Position, Record | np.ndarray]]:
+        epoch, start = position
+        while True:
+            nothing = start is None
+            for cursor, document in self.source.documents(
+                epoch, start, self.dp_rank, self.dp_degree
+            ):
+                nothing = False
+                yield Position(epoch, cursor), document
+            if nothing:
+                raise ValueError(
+                    f"dataset: no document for data-parallel rank {self.dp_rank} of "
+                    f"{self.dp_degree}; give at least {self.dp_degree} documents, or use a smaller "
+                    "data-parallel degree (raise context_parallel_degree)"
+                )
+            if not self.infinite:
+                return
+            epoch, start = epoch + 1, None
+
+    # Checkpoints. The values are strings, bytes and integers, which torch.load(weights_only=True)
+    # accepts. The key names the data-parallel rank: all ranks that share it save the same.
+
+    def state_dict(self) -> dict[str, Any]:
+        position, pending = self._state
+        place = {
+            "source": self.source.identity,
+            "epoch": position.epoch,
+            "cursor": position.cursor,
+            "lengths": [len(tokens) for tokens in pending],
+        }
+        tokens = np.concatenate([np.empty(0, np.int32), *pending])
+        return {
+            f"dp_rank_{self.dp_rank}": {"place": json.dumps(place), "pending": tokens.tobytes()},
+            "dp_degree": self.dp_degree,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue where a saved loader stood.
+
+        Raises:
+            ValueError: it was saved at another data-parallel degree or read other documents.
+        """
+        if not state_dict:
+            return
+        check_degree(state_dict["dp_degree"], self.dp_degree)
+        saved = state_dict[f"dp_rank_{self.dp_rank}"]
+        place = json.loads(saved["place"])
+        if place["source"] != self.source.identity:
+            raise ValueError(
+                "dataset: the checkpoint was written while reading other documents (files were "
+                f"added, removed or changed, or other settings); restore them, {REMEDY}"
+            )
+        tokens = np.frombuffer(saved["pending"], np.int32)
+        pending = np.split(tokens, np.cumsum(place["lengths"])[:-1]) if place["lengths"] else []
+        self._state = State(Position(place["epoch"], place["cursor"]), pending)
+        self._resumed = True
+
+
+def check_degree(saved: int, current: int) -> None:
+    """Raise ValueError if a checkpoint's data was split over another number of ranks."""
+    if saved != current:
+        raise ValueError(
+            f"the checkpoint was saved at data-parallel degree {saved}, this run has {current}: "
+            f"the positions in the data belong to {saved} ranks; run at degree {saved} (context-, "
+            f"tensor- and pipeline-parallel degrees may change), {REMEDY}"
+        )

@@ -1,0 +1,41 @@
+"""Work ahead of the consumer in threads, in order and with a bound on what lies ready.
+
+Threads suffice: the tokenizer, gzip and the network all work outside Python's global lock. They
+need no copy of the process, and since results come in order, the number of workers never changes
+the data.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_END = object()
+
+
+def ordered_map(
+    pool: Executor, fn: Callable[[T], R], items: Iterable[T], in_flight: int
+) -> Iterator[R]:
+    """`map(fn, items)` with up to `in_flight` calls running or finished ahead of the consumer."""
+    futures: deque[Future[R]] = deque()
+    for item in items:
+        futures.append(pool.submit(fn, item))
+        if len(futures) >= in_flight:
+            yield futures.popleft().result()
+    while futures:
+        yield futures.popleft().result()
+
+
+def in_background(items: Iterator[T], depth: int) -> Iterator[T]:
+    """`items`, with up to `depth` of them computed ahead by one thread."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix="batches")
+    try:
+        futures = deque(pool.submit(next, items, _END) for _ in range(depth))
+        while (item := futures.popleft().result()) is not _END:
+            futures.append(pool.submit(next, items, _END))
+            yield item  # type: ignore[misc]
+    finally:
+        pool.shutdown(cancel_futures=True)

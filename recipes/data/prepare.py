@@ -1,0 +1,226 @@
+"""Tokenize files once, in parallel, into a folder of shards that training reads.
+
+The folder is finished when it has a manifest. Until then progress.json says which shards are done
+and where to go on, so an interrupted preparation continues after its last whole shard. The shards
+depend on the input and the settings alone, not on the number of workers or interruptions.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from recipes.data.files import files_identity
+from recipes.data.parallel import ordered_map
+from recipes.data.records import BadDocument, Record, read_records
+from recipes.data.shards import (
+    FORMAT,
+    MANIFEST,
+    PROGRESS,
+    TEMPORARY,
+    VERSION,
+    read_json,
+    write_json,
+    write_shard,
+)
+from recipes.data.tokens import encode, tokenizer_identity
+
+# A worker's portion: so many documents or bytes of a file, whichever comes first.
+_CHUNK_DOCUMENTS = 64
+_CHUNK_BYTES = 1 << 18
+
+# A document's place: number of its file, and of the line or row in it.
+Place = tuple[int, int]
+Chunk = list[tuple[Place, Record]]
+Result = tuple[Place, int, np.ndarray | BadDocument]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides the content of the shards.
+
+    files: in order. text_column: JSON key or Parquet column. tokenizer_path: a folder.
+    shard_tokens: a shard is closed after the document that reaches so many tokens.
+    skip_bad: leave bad documents out and count them.
+    """
+
+    files: list[Path]
+    text_column: str
+    tokenizer_path: str
+    shard_tokens: int
+    skip_bad: bool
+
+
+def prepare(
+    settings: Settings,
+    output: Path,
+    workers: int,
+    on_document: Callable[[Result], None],
+) -> dict[str, Any]:
+    """Write the shards and the manifest; go on where an earlier call was interrupted.
+
+    Args:
+        output: the folder; `clear` says what may be in it.
+        workers: processes that tokenize.
+        on_document: told of every document, good or bad, in order.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        BadDocument: without `skip_bad`, at the first one.
+        ValueError: the folder is in use, or there is no document.
+    """
+    tokenizer = load_tokenizer(settings.tokenizer_path)
+    state = _open(output, settings, tokenizer_identity(tokenizer))
+    documents: list[np.ndarray] = []
+    tokens = 0
+    with ProcessPoolExecutor(
+        workers, get_context("spawn"), _start_worker, (settings.tokenizer_path,)
+    ) as pool:
+        chunks = _chunks(settings, *state["after"])
+        for results in ordered_map(pool, _encode_chunk, chunks, in_flight=4 * workers):
+            for place, offset, result in results:
+                on_document((place, offset, result))
+                if isinstance(result, BadDocument):
+                    if not settings.skip_bad:
+                        pool.shutdown(cancel_futures=True)
+                        raise result
+                    state["bad_documents"] += 1
+                    continue
+                documents.append(result)
+                tokens += len(result)
+                if tokens >= settings.shard_tokens:
+                    _add_shard(output, state, documents, place)
+                    documents, tokens = [], 0
+    if documents:
+        _add_shard(output, state, documents, place)
+    if not state["shards"]:
+        raise ValueError(
+            f"{settings.files[0]} ...: no good document in {len(settings.files)} files"
+        )
+    return _finish(output, state, settings)
+
+
+def clear(output: Path) -> None:
+    """Remove what an earlier preparation left, the manifest first; nothing else is touched."""
+    for pattern in (MANIFEST, PROGRESS, "shard-*.arrow", f"*{TEMPORARY}"):
+        for path in output.glob(pattern):
+            path.unlink()
+
+
+def load_tokenizer(path: str) -> Any:
+    """torchtitan's tokenizer, the one that training uses."""
+    # Imported late: it takes torch along, which a worker that reads --help has no need of.
+    from torchtitan.components.tokenizer import HuggingFaceTokenizer
+
+    try:
+        return HuggingFaceTokenizer(path)
+    except FileNotFoundError as error:
+        raise ValueError(f"--tokenizer {path}: {error}") from None
+
+
+def _open(output: Path, settings: Settings, tokenizer: str) -> dict[str, Any]:
+    """The state of a new preparation, or of one that goes on."""
+    wanted = {
+        "files": files_identity(settings.files, settings.text_column),
+        "tokenizer": tokenizer,
+        "shard_tokens": settings.shard_tokens,
+        "skip_bad": settings.skip_bad,
+    }
+    output.mkdir(parents=True, exist_ok=True)
+    if (output / MANIFEST).exists():
+        raise ValueError(f"--output {output}: is finished; --overwrite prepares it anew")
+    if (output / PROGRESS).exists():
+        state = read_json(output / PROGRESS)
+        changed = [key for key in wanted if state["settings"][key] != wanted[key]]
+        if changed:
+            raise ValueError(
+                f"--output {output}: begun with other {', '.join(changed)}; give the same as then "
+                "to go on, --overwrite to begin anew, or another folder"
+            )
+        return state
+    if any(output.iterdir()):
+        raise ValueError(f"--output {output}: is not empty; give a new folder")
+    state = {"settings": wanted, "after": [0, 0], "bad_documents": 0, "shards": []}
+    write_json(output / PROGRESS, state)
+    return state
+
+
+def _add_shard(
+    output: Path, state: dict[str, Any], documents: list[np.ndarray], place: Place
+) -> None:
+    path = output / f"shard-{len(state['shards']):05d}.arrow"
+    write_shard(path, documents)
+    state["shards"].append(
+        {
+            "file": path.name,
+            "bytes": path.stat().st_size,
+            "documents": len(documents),
+            "tokens": sum(map(len, documents)),
+            "longest": max(map(len, documents)),
+        }
+    )
+    state["after"] = list(place)
+    write_json(output / PROGRESS, state)
+
+
+def _finish(output: Path, state: dict[str, Any], settings: Settings) -> dict[str, Any]:
+    shards = state["shards"]
+    manifest = {
+        "format": FORMAT,
+        "version": VERSION,
+        "tokenizer": {
+            "path": settings.tokenizer_path,
+            "sha256": state["settings"]["tokenizer"],
+        },
+        "documents": sum(shard["documents"] for shard in shards),
+        "tokens": sum(shard["tokens"] for shard in shards),
+        "longest": max(shard["longest"] for shard in shards),
+        "bad_documents": state["bad_documents"],
+        "text_column": settings.text_column,
+        "shards": shards,
+    }
+    write_json(output / MANIFEST, manifest)
+    (output / PROGRESS).unlink()
+    return manifest
+
+
+def _chunks(settings: Settings, first_file: int, done: int) -> Iterator[Chunk]:
+    """The records after line or row `done` of file number `first_file`, in portions."""
+    for index in range(first_file, len(settings.files)):
+        skip = done if index == first_file else 0
+        chunk: Chunk = []
+        start = 0
+        for record in read_records(settings.files[index], settings.text_column, skip):
+            chunk.append(((index, record.number), record))
+            if len(chunk) == _CHUNK_DOCUMENTS or record.offset - start >= _CHUNK_BYTES:
+                yield chunk
+                chunk, start = [], record.offset
+        if chunk:
+            yield chunk
+
+
+_tokenizer: Any = None  # of a worker process
+
+
+def _start_worker(tokenizer_path: str) -> None:
+    global _tokenizer
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per core is parallel enough
+    _tokenizer = load_tokenizer(tokenizer_path)
+
+
+def _encode_chunk(chunk: Chunk) -> list[Result]:
+    return [(place, record.offset, _encode(record)) for place, record in chunk]
+
+
+def _encode(record: Record) -> np.ndarray | BadDocument:
+    try:
+        return encode(_tokenizer, record)
+    except BadDocument as error:
+        return error

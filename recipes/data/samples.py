@@ -1,0 +1,101 @@
+"""From packed pieces to tensors: inputs, labels, boundaries, and what they say about a batch."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+
+from recipes.data.packing import IGNORE, Packed
+
+PAD = 0
+
+# Least width of a row of boundaries.
+_MIN_WIDTH = 8
+
+
+class Sample(NamedTuple):
+    """One sequence: input (S,) and labels (S,) int64; boundaries 0 = c0 < c1 < ... <= S."""
+
+    input: torch.Tensor
+    labels: torch.Tensor
+    boundaries: list[int]
+
+
+def build_sample(packed: Packed, seq_len: int, mask: bool) -> Sample:
+    """Lay pieces one after another; pad at the tail.
+
+    The label of a token is the token that follows it. With `mask` no label crosses a border: the
+    last token of a document (its EOS, if the tokenizer has one) has none, and EOS itself is the
+    last target; a document that goes on in another sequence keeps the target of its last token
+    here. Without `mask` the sequence is one text and labels cross borders. Padding has no labels
+    and is a document of its own.
+    """
+    tokens = torch.full((seq_len,), PAD, dtype=torch.int64)
+    labels = torch.full((seq_len,), IGNORE, dtype=torch.int64)
+    boundaries = [0]
+    for index, piece in enumerate(packed.pieces):
+        start = boundaries[-1]
+        end = start + len(piece.tokens)
+        tokens[start:end] = torch.from_numpy(piece.tokens.astype("int64"))
+        labels[start : end - 1] = tokens[start + 1 : end]
+        labels[end - 1] = piece.following
+        if not mask and piece.following == IGNORE:
+            last = index + 1 == len(packed.pieces)
+            following = packed.following if last else packed.pieces[index + 1].tokens[0]
+            labels[end - 1] = int(following)
+        boundaries.append(end)
+    if boundaries[-1] < seq_len:
+        boundaries.append(seq_len)
+    return Sample(tokens, labels, boundaries)
+
+
+def padding_sample(seq_len: int) -> Sample:
+    """A row without any target: fills the last batch of a finite data set."""
+    return build_sample(Packed([], IGNORE), seq_len, mask=True)
+
+
+def collate(samples: Sequence[Sample], mask: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Samples to a batch.
+
+    Returns:
+        ({"input": (B, S), "boundaries": (B, N), with `mask` only}, labels (B, S)), all int64.
+        Rows of boundaries are padded by repeating S, and N is a power of two, so that a compiled
+        model meets few shapes.
+    """
+    inputs = {"input": torch.stack([sample.input for sample in samples])}
+    if mask:
+        longest = max(len(sample.boundaries) for sample in samples)
+        width = max(_MIN_WIDTH, 1 << (longest - 1).bit_length())
+        rows = [s.boundaries + s.boundaries[-1:] * (width - len(s.boundaries)) for s in samples]
+        inputs["boundaries"] = torch.tensor(rows, dtype=torch.int64)
+    return inputs, torch.stack([sample.labels for sample in samples])
+
+
+def packing_stats(boundaries: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
+    """What a batch holds, for the metrics.
+
+    A last document without any target is padding.
+
+    Args:
+        boundaries: (B, N) int64, CPU.
+        labels: (B, S) int64, CPU, as loaded (before it is sharded).
+
+    Returns:
+        documents: documents per sequence, mean over the rows (parts count as documents).
+        longest_document: tokens of the longest one.
+        padding_share: padding tokens / all tokens.
+    """
+    documents = padding = longest = 0
+    for row, row_labels in zip(boundaries.tolist(), labels, strict=True):
+        borders = sorted(set(row))
+        lengths = [end - start for start, end in pairwise(borders)]
+        if bool((row_labels[borders[-2] :] == IGNORE).all()):
+            padding += lengths.pop()
+        documents += len(lengths)
+        longest = max([longest, *lengths])
+    return {
+        "documents": documents / len(boundaries),
+        "longest_document": longest,
+        "padding_share": padding / labels.numel(),
+    }

@@ -1,0 +1,161 @@
+"""Where documents come from: files, a prepared folder, or Hugging Face datasets.
+
+A source hands out one pass over the documents of one data-parallel rank, from any position. A
+position ("cursor") is a small JSON value, taken after a document; the pass that starts from it
+begins with the next one. Document i of a pass belongs to data-parallel rank i mod degree: the ranks
+of one context- or tensor-parallel group read the same, others read different documents.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import datasets
+import numpy as np
+from datasets.distributed import split_dataset_by_node
+from torchtitan.tools.logging import logger
+
+from recipes.data.files import digest, files_identity, find_files
+from recipes.data.records import BadDocument, Record, read_records
+from recipes.data.shards import ShardFolder
+
+Cursor = dict[str, Any]
+
+
+class Source(Protocol):
+    """identity: tells whether a saved cursor still means the same place."""
+
+    identity: str
+
+    def documents(
+        self, epoch: int, cursor: Cursor | None, rank: int, degree: int
+    ) -> Iterator[tuple[Cursor, Record | np.ndarray]]:
+        """One rank's documents after `cursor` (None: from the start), each with its own cursor."""
+
+
+class FileSource:
+    """Text, JSON Lines and Parquet files, read in the order of their names."""
+
+    def __init__(self, path: str, column: str) -> None:
+        self.files = find_files(path)
+        self.column = column
+        self.identity = files_identity(self.files, column)
+
+    def documents(
+        self, epoch: int, cursor: Cursor | None, rank: int, degree: int
+    ) -> Iterator[tuple[Cursor, Record | np.ndarray]]:
+        cursor = cursor or {"file": 0, "record": 0, "document": 0}
+        document = cursor["document"]
+        for index in range(cursor["file"], len(self.files)):
+            skip = cursor["record"] if index == cursor["file"] else 0
+            for record in read_records(self.files[index], self.column, skip):
+                document += 1
+                if (document - 1) % degree == rank:
+                    yield {"file": index, "record": record.number, "document": document}, record
+
+
+class PreparedSource:
+    """A folder written by scripts/prepare_documents.py.
+
+    Args:
+        shuffle_seed: None keeps the order of the files; else every epoch has an order of its own.
+
+    Raises:
+        ValueError: the folder is unfinished or damaged, or was prepared with another tokenizer.
+    """
+
+    def __init__(self, folder: Path, tokenizer_identity: str, shuffle_seed: int | None) -> None:
+        self.shards = ShardFolder(folder)
+        manifest = self.shards.manifest
+        if manifest["tokenizer"]["sha256"] != tokenizer_identity:
+            raise ValueError(
+                f"{folder} was prepared with the tokenizer "
+                f"{manifest['tokenizer']['path']} ({manifest['tokenizer']['sha256'][:12]}), and "
+                f"model.hf_assets_path holds another one ({tokenizer_identity[:12]}); prepare the "
+                "documents with the model's tokenizer"
+            )
+        self.shuffle_seed = shuffle_seed
+        self.identity = digest([manifest["shards"], shuffle_seed])
+
+    def documents(
+        self, epoch: int, cursor: Cursor | None, rank: int, degree: int
+    ) -> Iterator[tuple[Cursor, Record | np.ndarray]]:
+        order = np.arange(len(self.shards))
+        if self.shuffle_seed is not None:
+            order = np.random.default_rng([self.shuffle_seed, epoch]).permutation(order)
+        for index in range(cursor["document"] if cursor else rank, len(order), degree):
+            yield {"document": index + degree}, self.shards[int(order[index])]
+
+
+@dataclass(frozen=True)
+class Row(Record):
+    """A row of a Hugging Face dataset, its text read already."""
+
+    content: str
+
+    unit = "row"
+
+    def _decode(self) -> str:
+        return self.content
+
+
+class HubSource:
+    """A dataset opened by `datasets`, streaming or not.
+
+    Documents without text are left out, since nobody can correct them on the hub; the first one of
+    a pass is logged.
+
+    Args:
+        name: for messages.
+        identity: what was opened.
+        dataset: a `datasets.Dataset` or `IterableDataset`.
+        read: takes the text from a row; a KeyError means that the column is missing.
+    """
+
+    def __init__(
+        self, name: str, identity: str, dataset: Any, read: Callable[[dict[str, Any]], Any]
+    ) -> None:
+        self.name = name
+        self.identity = identity
+        self._dataset = dataset
+        self._read = read
+
+    def documents(
+        self, epoch: int, cursor: Cursor | None, rank: int, degree: int
+    ) -> Iterator[tuple[Cursor, Record | np.ndarray]]:
+        done = cursor["row"] if cursor else 0
+        if streaming := isinstance(self._dataset, datasets.IterableDataset):
+            # A copy for each pass: one that was moved to a saved place begins there ever after.
+            part = split_dataset_by_node(copy.deepcopy(self._dataset), rank, degree)
+            part.set_epoch(epoch)
+            if cursor:
+                part.load_state_dict(cursor["state"])
+            rows = part
+        else:
+            part = split_dataset_by_node(self._dataset, rank, degree)
+            rows = part.skip(min(done, len(part)))
+        warned = False
+        for number, row in enumerate(rows, done + 1):
+            text = self._text(row, number)
+            if text and not text.isspace():
+                after: Cursor = {"row": number}
+                if streaming:
+                    after["state"] = part.state_dict()
+                yield after, Row(self.name, number, 0, text)
+            elif not warned:
+                logger.warning(f"{self.name}, row {number}: no text; such rows are left out")
+                warned = True
+
+    def _text(self, row: dict[str, Any], number: int) -> str | None:
+        place = f"{self.name}, row {number}"
+        remedy = "name the column that holds the text with text_column"
+        try:
+            text = self._read(row)
+        except KeyError as error:
+            cause = f"column {error} is missing (found: {', '.join(row)})"
+            raise BadDocument(place, cause, remedy) from None
+        if text is not None and not isinstance(text, str):
+            raise BadDocument(place, f"{type(text).__name__} found, text expected", remedy)
+        return text

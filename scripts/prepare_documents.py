@@ -1,0 +1,151 @@
+"""Tokenize text, JSON Lines or Parquet once, for training that reads it without tokenizing.
+
+    python scripts/prepare_documents.py data/*.jsonl.gz --output prepared/books
+    torchrun ... --training.dataset local --training.dataset_path prepared/books
+
+Every text file, JSON line or Parquet row is one document. The output is a folder of memory-mapped
+Arrow files and a manifest. A preparation that was interrupted goes on when the same command is
+given again; only a folder with a manifest is finished, and training refuses any other.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from recipes.data.files import find_files
+from recipes.data.prepare import Result, Settings, clear, prepare
+from recipes.data.records import SUFFIXES, BadDocument
+from recipes.data.shards import ShardFolder
+from recipes.data.summary import length_histogram, packing_efficiency
+
+_SHOWN_BAD = 20
+
+
+def parse_args(args: list[str] | None = None) -> argparse.Namespace:
+    description, _, rest = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(
+        description=description,
+        epilog=rest,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("inputs", nargs="+", help=f"files, folders or globs of {', '.join(SUFFIXES)}")
+    add("--output", required=True, type=Path, help="folder to write; new, or interrupted before")
+    add("--tokenizer", default="assets/tokenizer", help="folder of the model's tokenizer")
+    add("--text-column", default="text", help="JSON key or Parquet column that holds the text")
+    add("--workers", type=_positive, default=os.cpu_count(), help="processes that tokenize")
+    add("--shard-tokens", type=_positive, default=1 << 26, help="tokens per file, about")
+    add(
+        "--seq-len",
+        type=_positive,
+        nargs="+",
+        default=[8192, 32768, 131072, 524288, 1048576],
+        help="sequence lengths for which the summary says how well the documents pack",
+    )
+    add(
+        "--skip-bad",
+        action="store_true",
+        help="leave out and count documents that are empty or cannot be read, instead of stopping",
+    )
+    add("--overwrite", action="store_true", help="remove an earlier preparation in --output first")
+    return parser.parse_args(args)
+
+
+def _positive(text: str) -> int:
+    value = int(text.replace("_", ""))
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text}: at least 1 is allowed")
+    return value
+
+
+def main() -> None:
+    args = parse_args()
+    try:
+        run(args)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(
+            f"interrupted; the same command goes on after the last whole shard in {args.output}"
+        )
+
+
+def run(args: argparse.Namespace) -> None:
+    settings = Settings(
+        files=_input_files(args.inputs),
+        text_column=args.text_column,
+        tokenizer_path=args.tokenizer,
+        shard_tokens=args.shard_tokens,
+        skip_bad=args.skip_bad,
+    )
+    if args.overwrite:
+        clear(args.output)
+    with _Progress(settings.files) as progress:
+        manifest = prepare(settings, args.output, args.workers, progress.update)
+    print_summary(args.output, args.seq_len)
+    if manifest["bad_documents"]:
+        print(f"left out: {manifest['bad_documents']} bad documents")
+
+
+def _input_files(inputs: list[str]) -> list[Path]:
+    files: dict[Path, None] = {}
+    for path in inputs:
+        try:
+            files.update(dict.fromkeys(find_files(path)))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}; allowed: {', '.join(SUFFIXES)}") from None
+    return list(files)
+
+
+class _Progress:
+    """A bar over the bytes of the input, with counts of documents and tokens."""
+
+    def __init__(self, files: list[Path]) -> None:
+        sizes = [file.stat().st_size for file in files]
+        self._before = [0, *np.cumsum(sizes).tolist()]
+        self._bar = tqdm(total=self._before[-1], unit="B", unit_scale=True, mininterval=0.5)
+        self._documents = self._tokens = self._bad = 0
+
+    def __enter__(self) -> "_Progress":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._bar.close()
+
+    def update(self, document: Result) -> None:
+        (file, _), offset, result = document
+        self._bar.update(self._before[file] + offset - self._bar.n)
+        if isinstance(result, BadDocument):
+            self._bad += 1
+            if self._bad <= _SHOWN_BAD:
+                more = " (further ones are only counted)" if self._bad == _SHOWN_BAD else ""
+                self._bar.write(f"bad document: {result.place}: {result.cause}{more}", sys.stderr)
+        else:
+            self._documents += 1
+            self._tokens += len(result)
+        self._bar.set_postfix_str(f"{self._documents:,} documents, {self._tokens:,} tokens", False)
+
+
+def print_summary(folder: Path, seq_lens: list[int]) -> None:
+    """Print what the folder holds and how well it packs."""
+    shards = ShardFolder(folder)
+    lengths = shards.lengths()
+    total = int(lengths.sum())
+    print(f"{folder}: {len(lengths):,} documents, {total:,} tokens, {len(shards.files)} files")
+    print(f"longest {lengths.max():,}, median {int(np.median(lengths)):,} tokens")
+    print("length in tokens            documents   share of tokens")
+    for low, high, count in length_histogram(lengths):
+        inside = lengths[(lengths >= low) & (lengths < high)].sum() / total
+        print(f"{low:>11,} to {high - 1:>11,} {count:>11,} {inside:>16.1%}")
+    print("   seq_len   filled   documents cut")
+    for seq_len in seq_lens:
+        filled, cut = packing_efficiency(lengths.tolist(), seq_len)
+        print(f"{seq_len:>10,} {filled:>8.1%} {cut:>15.1%}")
+
+
+if __name__ == "__main__":
+    main()
