@@ -1,6 +1,7 @@
 """A batch as the data loader yields it, to this rank's part of it."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,12 +28,13 @@ class BatchSharder:
     def __init__(self, job_config: StripedJobConfig, parallel_dims: ParallelDims) -> None:
         self.layout: Layout = layout_of(job_config)
         self.mask_documents = job_config.documents.mask
+        self.reset_positions = job_config.documents.reset_positions
         self.cp_mesh: DeviceMesh | None = parallel_dims.get_optional_mesh("cp")
         self.pp_enabled = parallel_dims.pp_enabled
 
     def shard(
         self, input_dict: Mapping[str, torch.Tensor], labels: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor | Documents | None]]:
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         """
         Args:
             input_dict: "input" int64 (B, S); with packed documents also "boundaries" int64 (B, N),
@@ -44,21 +46,26 @@ class BatchSharder:
             arguments: its "positions" and the "attention_masks" of the whole sequence.
         """
         tokens = input_dict["input"]
-        positions = self._positions(tokens)
+        documents = self._documents(input_dict.get("boundaries"))
+        positions = self._positions(tokens, documents)
         if self.cp_mesh is not None:
             tokens = shard_sequence(tokens, mesh=self.cp_mesh, layout=self.layout)
             labels = shard_sequence(labels, mesh=self.cp_mesh, layout=self.layout)
-        documents = self._documents(input_dict.get("boundaries"))
         return tokens, labels, {"positions": positions, "attention_masks": documents}
 
-    def _positions(self, tokens: torch.Tensor) -> torch.Tensor:
-        """int64 (1, S/P); (B, S/P) for a pipeline, which cuts every argument along the batch."""
+    def _positions(self, tokens: torch.Tensor, documents: Documents | None) -> torch.Tensor:
+        """int64 (1, S/P), or (B, S/P) where they differ between the rows of the batch.
+
+        A pipeline gets (B, S/P) always: it cuts every argument along the batch.
+        """
         batch_size, seq_len = tokens.shape
         if self.cp_mesh is None:
             local = torch.arange(seq_len)
         else:
             size, rank = self.cp_mesh.size(), self.cp_mesh.get_local_rank()
             local = self.layout.positions(seq_len, size, rank)
+        if documents is not None and self.reset_positions:
+            return documents.positions_in_document(local)
         return local.expand(batch_size if self.pp_enabled else 1, -1)
 
     def _documents(self, boundaries: torch.Tensor | None) -> Documents | None:

@@ -6,18 +6,27 @@ torchtitan 0.2.2 with torch 2.13 on CPU; each function says what it is for.
 
 import functools
 import os
+import re
 import resource
 import sys
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 from unittest import mock
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+if TYPE_CHECKING:
+    from torchtitan.protocols import ModelProtocol
 
 _PROC_STATUS = "/proc/self/status"
 _PROC_CLEAR_REFS = "/proc/self/clear_refs"
+# What activation checkpointing and torch.compile add to the names of parameters.
+_WRAPPER_NAMES = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")
 
 
 def is_cpu_host() -> bool:
@@ -54,6 +63,28 @@ def use_sum_reductions(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
+
+
+def init_weights_as_one(model: nn.Module, build: Callable[[], "ModelProtocol"]) -> None:
+    """Give a sharded model the weights that the same seed gives to one process.
+
+    DTensor's random numbers (torch 2.13) need a device with a generator offset. On CPU every shard
+    would draw the same numbers, and rows of the embedding would repeat. So each rank initializes
+    the whole model and keeps its part.
+
+    Args:
+        build: makes the model whole; called under the meta device.
+    """
+    with torch.device("meta"):
+        whole = build()
+    whole.to_empty(device="cpu")
+    whole.init_weights()
+    for name, parameter in model.named_parameters():
+        value = whole.get_parameter(_WRAPPER_NAMES.sub("", name))
+        if isinstance(parameter, DTensor):
+            mesh, placements = parameter.device_mesh, parameter.placements
+            value = distribute_tensor(value, mesh, placements, src_data_rank=None)
+        parameter.copy_(value)
 
 
 class CpuDevice:

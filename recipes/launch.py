@@ -1,6 +1,5 @@
 """The life of a training process: settings, trainer, end."""
 
-import logging
 import os
 import signal
 import sys
@@ -8,9 +7,10 @@ import time
 from collections.abc import Sequence
 
 import torch
-from torchtitan.tools.logging import init_logger, logger
+from torchtitan.tools.logging import logger
 
-from recipes.config import StripedJobConfig, load_config
+from recipes.config import load_config
+from recipes.console import init_console
 
 # How long the other ranks wait for the launcher to stop them once rank 0 has said why.
 _GRACE_SECONDS = 10
@@ -55,18 +55,3 @@ def refuse(message: str, rank: int) -> None:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))
         time.sleep(_GRACE_SECONDS)
     sys.exit(2)
-
-
-def init_console(config: StripedJobConfig, rank: int, world_size: int) -> None:
-    """Let the rank that knows the loss log to the console, and the others only warn.
-
-    That is rank 0, or the first rank of the last pipeline stage. As in torchtitan, LOG_RANK names
-    other ranks to hear.
-    """
-    pp = config.parallelism.pipeline_parallel_degree
-    backwards = config.parallelism.pipeline_parallel_schedule == "ZBVZeroBubble"
-    loss_rank = 0 if backwards else world_size // pp * (pp - 1)
-    os.environ.setdefault("LOG_RANK", str(loss_rank))
-    init_logger()
-    if str(rank) not in os.environ["LOG_RANK"].split(","):
-        logger.setLevel(logging.WARNING)

@@ -51,7 +51,7 @@ class StripedTrainer(Trainer):
         microbatches, local_tokens = self._next_microbatches(data_iterator)
         global_tokens = dist_utils.dist_sum(local_tokens, self._loss_mesh())
         # Without labels the loss is 0 / 1 rather than 0 / 0.
-        loss = sum(self._forward_backward(m, max(global_tokens, 1.0)) for m in microbatches)
+        losses = [self._forward_backward(m, max(global_tokens, 1.0)) for m in microbatches]
         if self.parallel_dims.pp_enabled:
             self._divide_gradients(max(global_tokens, 1.0))
         grad_norm = dist_utils.clip_grad_norm_(
@@ -68,7 +68,7 @@ class StripedTrainer(Trainer):
             logger.warning(f"step {self.step}: no label to learn from, the weights stay")
         self.lr_schedulers.step()
         if self.metrics_processor.should_log(self.step):
-            self._log(loss, local_tokens, global_tokens, grad_norm, lr)
+            self._log(torch.stack(losses).sum(), local_tokens, global_tokens, grad_norm, lr)
 
     def _next_microbatches(
         self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]

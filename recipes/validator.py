@@ -5,7 +5,7 @@ multiplies the loss by the context-parallel degree; it also goes on in the data 
 stopped, so that no two rounds measure the same.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,11 +18,11 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.components.validate import BaseValidator, ValidationContext
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.hf_datasets.text_datasets import build_text_validation_dataloader
 from torchtitan.tools.utils import device_type
 
 from recipes.batch import BatchSharder, plain_loss
 from recipes.config import StripedJobConfig
+from recipes.data import build_validation_dataloader
 
 
 class StripedValidator(BaseValidator):
@@ -33,7 +33,7 @@ class StripedValidator(BaseValidator):
     def __init__(
         self,
         job_config: StripedJobConfig,
-        build_dataloader: Callable[[], BaseDataLoader],
+        dataloader: BaseDataLoader,
         parallel_dims: ParallelDims,
         loss_fn: LossFunction,
         validation_context: ValidationContext,
@@ -44,7 +44,7 @@ class StripedValidator(BaseValidator):
         pp_has_last_stage: bool | None = None,
     ) -> None:
         super().__init__(job_config)
-        self.build_dataloader = build_dataloader
+        self.dataloader = dataloader
         self.parallel_dims = parallel_dims
         self.sharder = BatchSharder(job_config, parallel_dims)
         self.loss_fn = loss_fn
@@ -77,7 +77,7 @@ class StripedValidator(BaseValidator):
 
     def _batches(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         """Batches from the start of the data, until a rank has no more or the steps are done."""
-        batches = iter(self.build_dataloader())
+        batches = iter(self.dataloader)
         mesh = self.parallel_dims.get_optional_mesh("batch")
         step = 0
         while step != self.job_config.validation.steps:
@@ -123,13 +123,7 @@ def build_validator(
     **kwargs: Any,
 ) -> StripedValidator:
     """Validator as torchtitan's trainer asks for it."""
-
-    def build_dataloader() -> BaseDataLoader:
-        return build_text_validation_dataloader(
-            job_config=job_config,
-            dp_world_size=dp_world_size,
-            dp_rank=dp_rank,
-            tokenizer=tokenizer,
-        )
-
-    return StripedValidator(job_config, build_dataloader, **kwargs)
+    dataloader = build_validation_dataloader(
+        dp_world_size=dp_world_size, dp_rank=dp_rank, tokenizer=tokenizer, job_config=job_config
+    )
+    return StripedValidator(job_config, dataloader, **kwargs)

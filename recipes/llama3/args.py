@@ -5,15 +5,17 @@ from dataclasses import dataclass, field
 from torchtitan.config import JobConfig
 from torchtitan.models.llama3.model import args as titan
 
-from recipes.config import Rope, StripedJobConfig
+from recipes.config import Memory, Rope, StripedJobConfig
 from recipes.llama3.rope import check_sequence_length
 
 
 @dataclass
 class TransformerModelArgs(titan.TransformerModelArgs):
-    """torchtitan's, with the `[rope]` section in place of its fixed scaling."""
+    """torchtitan's, with the `[rope]` section in place of its fixed scaling, and `[memory]`."""
 
+    rope_scaling_args: None = None
     rope: Rope = field(default_factory=Rope)
+    memory: Memory = field(default_factory=Memory)
     kernel: str = "auto"
 
     def update_from_config(self, job_config: JobConfig, **kwargs) -> None:
@@ -34,6 +36,7 @@ class TransformerModelArgs(titan.TransformerModelArgs):
             )
         self.max_seq_len = job_config.training.seq_len
         self.rope = job_config.rope
+        self.memory = job_config.memory
         self.rope_theta = job_config.rope.theta
         self.kernel = job_config.striped_cp.kernel
 

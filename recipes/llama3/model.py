@@ -4,13 +4,20 @@ Parameter names are torchtitan's, so its checkpoints and its Hugging Face adapte
 batch, S sequence, P context-parallel ranks, H heads of this rank, D head dimension.
 """
 
+import contextlib
+
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 from torchtitan.models.llama3.model import model as titan
 
+from recipes import cpu_host
 from recipes.llama3.args import TransformerModelArgs
 from recipes.llama3.rope import apply_rotations, rotations
+from recipes.loss import LossHead
+from recipes.mlp import ChunkedFeedForward
+from recipes.offload import CheckpointOffload
 from striped_cp import Documents, RingAttention
 
 
@@ -80,6 +87,13 @@ class TransformerBlock(titan.TransformerBlock):
     def __init__(self, layer_id: int, model_args: TransformerModelArgs) -> None:
         super().__init__(layer_id, model_args)
         self.attention = Attention(model_args)
+        self.feed_forward = ChunkedFeedForward(
+            dim=model_args.dim,
+            hidden_dim=4 * model_args.dim,
+            multiple_of=model_args.multiple_of,
+            ffn_dim_multiplier=model_args.ffn_dim_multiplier,
+            chunk_tokens=model_args.memory.mlp_chunk_tokens,
+        )
 
 
 class Transformer(titan.Transformer):
@@ -89,6 +103,16 @@ class Transformer(titan.Transformer):
         self.layers = nn.ModuleDict(
             {str(i): TransformerBlock(i, model_args) for i in range(model_args.n_layers)}
         )
+        memory = model_args.memory
+        self.offload = CheckpointOffload() if memory.offload_checkpoints else None
+        if memory.loss_chunk_tokens:
+            self.output = LossHead(model_args.dim, model_args.vocab_size, memory.loss_chunk_tokens)
+
+    def init_weights(self, buffer_device: torch.device | None = None) -> None:
+        if cpu_host.is_cpu_host() and any(isinstance(p, DTensor) for p in self.parameters()):
+            cpu_host.init_weights_as_one(self, lambda: Transformer(self.model_args))
+        else:
+            super().init_weights(buffer_device)
 
     def _precompute_freqs_cis(self) -> torch.Tensor:
         """Empty: torchtitan's table of every position would take 512 MiB at 1M tokens."""
@@ -99,21 +123,29 @@ class Transformer(titan.Transformer):
         tokens: torch.Tensor,
         attention_masks: Documents | None = None,
         positions: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """
         Args:
             tokens: int64 (B, S/P), or hidden states (B, S/P, dim) of the previous pipeline stage.
             attention_masks: documents of the whole sequence, under torchtitan's name.
             positions: int64 (1 or B, S/P), global position of every local token; None: 0 to S - 1.
+            labels: int64 (B, S/P), for a loss that the model computes itself
+                (`memory.loss_chunk_tokens`); of no effect otherwise.
 
         Returns:
-            (B, S/P, V) logits, or hidden states for the next pipeline stage.
+            (B, S/P, V) logits, the sum of the losses, or hidden states for the next stage.
         """
         hidden = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         rotation = rotations(self.model_args.rope, self.model_args.head_dim, positions)
+        if self.offload is not None:
+            self.offload.start()
         for block in self.layers.values():
-            hidden = block(hidden, rotation, attention_masks, positions)
+            with self.offload.block(hidden) if self.offload else contextlib.nullcontext():
+                hidden = block(hidden, rotation, attention_masks, positions)
         hidden = self.norm(hidden) if self.norm is not None else hidden
+        if isinstance(self.output, LossHead):
+            return self.output(hidden, labels=labels)
         return self.output(hidden) if self.output is not None else hidden

@@ -1,23 +1,36 @@
 """Registers the train spec "llama3_striped" with torchtitan."""
 
-from datasets import load_dataset
+from pathlib import Path
+
 from torchtitan.components.loss import build_cross_entropy_loss
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.components.optimizer import build_optimizers
 from torchtitan.components.tokenizer import BaseTokenizer, build_hf_tokenizer
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
-from torchtitan.hf_datasets import DatasetConfig
-from torchtitan.hf_datasets.text_datasets import DATASETS, build_text_dataloader
 from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
 from recipes.config import StripedJobConfig
-from recipes.llama3.args import FLAVORS
+from recipes.data import build_dataloader
+from recipes.llama3.args import FLAVORS, TransformerModelArgs
 from recipes.llama3.model import Transformer
 from recipes.llama3.parallelize import parallelize_llama
 from recipes.validator import build_validator
 
 NAME = "llama3_striped"
+
+
+class StateDictAdapter(Llama3StateDictAdapter):
+    """torchtitan's names and layouts to and from Hugging Face's.
+
+    torchtitan 0.2.2 warns of a missing index of weights also where none are to be loaded.
+    """
+
+    def __init__(self, model_args: TransformerModelArgs, hf_assets_path: str | None) -> None:
+        folder = Path(hf_assets_path or "")
+        has_index = (folder / "model.safetensors.index.json").is_file()
+        super().__init__(model_args, hf_assets_path if has_index else None)
+        self.hf_assets_path = hf_assets_path
 
 
 def build_tokenizer(job_config: StripedJobConfig) -> BaseTokenizer:
@@ -38,14 +51,6 @@ def build_tokenizer(job_config: StripedJobConfig) -> BaseTokenizer:
 
 def register() -> None:
     """Make the model known to torchtitan's trainer; once per process."""
-    DATASETS.setdefault(
-        "sample",
-        DatasetConfig(
-            path="assets/corpus/austen.jsonl.gz",
-            loader=lambda path: load_dataset("json", data_files=path, split="train"),
-            sample_processor=lambda sample: sample["text"],
-        ),
-    )
     register_train_spec(
         NAME,
         TrainSpec(
@@ -55,10 +60,10 @@ def register() -> None:
             pipelining_fn=pipeline_llm,
             build_optimizers_fn=build_optimizers,
             build_lr_schedulers_fn=build_lr_schedulers,
-            build_dataloader_fn=build_text_dataloader,
+            build_dataloader_fn=build_dataloader,
             build_tokenizer_fn=build_tokenizer,
             build_loss_fn=build_cross_entropy_loss,
             build_validator_fn=build_validator,
-            state_dict_adapter=Llama3StateDictAdapter,
+            state_dict_adapter=StateDictAdapter,
         ),
     )
