@@ -5,7 +5,7 @@ sources (files, prepared shards, Hugging Face datasets) -> tokens -> packing -> 
 
 from typing import Any
 
-from recipes.data.dataset import build_source
+from recipes.data.dataset import build_source, check_documents
 from recipes.data.loader import DocumentLoader
 from recipes.data.resume import check_checkpoint
 from recipes.data.samples import packing_stats
@@ -41,8 +41,10 @@ def _build(
     section: str, dp_degree: int, dp_rank: int, tokenizer: Any, config: Any, infinite: bool
 ) -> DocumentLoader:
     data = getattr(config, section)
+    source = build_source(config, section, tokenizer)
+    check_documents(source, dp_degree)
     return DocumentLoader(
-        build_source(config, section, tokenizer),
+        source,
         tokenizer,
         dp_rank=dp_rank,
         dp_degree=dp_degree,

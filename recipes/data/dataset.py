@@ -1,6 +1,7 @@
 """What `dataset` and its companions in [training] and [validation] mean."""
 
 from functools import partial
+from itertools import islice
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from torchtitan.hf_datasets.text_datasets import DATASETS
 
 from recipes.config_types import InvalidSetting
 from recipes.data.files import digest, find_files
-from recipes.data.records import SUFFIXES
+from recipes.data.records import SUFFIXES, Record
 from recipes.data.shards import is_shard_folder
 from recipes.data.sources import FileSource, HubSource, PreparedSource, Source
 from recipes.data.tokens import tokenizer_identity
@@ -102,3 +103,22 @@ def build_source(config: Any, section: str, tokenizer: Any) -> Source:
     except Exception as error:  # `datasets` raises many kinds, among them its own
         reason = str(error).splitlines()[0]
         raise ValueError(f"{section}.dataset: {where} cannot be opened: {reason}") from error
+
+
+def check_documents(source: Source, dp_degree: int) -> None:
+    """Read the first document and see that there is one for every data-parallel rank.
+
+    All ranks find the same, so none is left waiting for another that stopped.
+
+    Raises:
+        ValueError: too few documents, or the first is bad (say, a wrong text_column).
+    """
+    documents = [d for _, d in islice(source.documents(0, None, rank=0, degree=1), dp_degree)]
+    if len(documents) < dp_degree:
+        raise ValueError(
+            f"dataset: {len(documents)} documents are too few for a data-parallel degree of "
+            f"{dp_degree}; give more, or lower it by a higher "
+            "parallelism.context_parallel_degree"
+        )
+    if isinstance(documents[0], Record):
+        documents[0].text()

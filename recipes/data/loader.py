@@ -54,7 +54,7 @@ class DocumentLoader(BaseDataLoader):
         seq_len: tokens per sequence, S.
         batch_size: sequences per batch, B.
         packing: "pack" or "concat".
-        mask: whether documents are kept apart.
+        mask: whether labels stay within documents.
         infinite: whether to begin anew when the documents are used up. Otherwise the last batch
             is filled with rows of padding, so that all have the same shape.
         num_workers: threads that tokenize; with any, batches are also made ahead of their use.
@@ -121,7 +121,7 @@ class DocumentLoader(BaseDataLoader):
             yield self._collate(rows), after
 
     def _collate(self, rows: list[Sample]) -> Batch:
-        inputs, labels = collate(rows, self.mask)
+        inputs, labels = collate(rows)
         if self.pin_memory and torch.cuda.is_available():
             # Not the boundaries: the host reads them.
             inputs["input"], labels = inputs["input"].pin_memory(), labels.pin_memory()
@@ -154,11 +154,8 @@ class DocumentLoader(BaseDataLoader):
             yield from map(self._encode, records)
             return
         pool = ThreadPoolExecutor(self.num_workers, thread_name_prefix="tokenizer")
-        try:
-            in_flight = self.num_workers * self.prefetch_factor
-            yield from ordered_map(pool, self._encode, records, in_flight)
-        finally:
-            pool.shutdown(cancel_futures=True)
+        in_flight = self.num_workers * self.prefetch_factor
+        yield from ordered_map(pool, self._encode, records, in_flight)
 
     def _encode(self, item: tuple[Position, Record | np.ndarray]) -> tuple[Position, np.ndarray]:
         position, document = item
@@ -174,11 +171,7 @@ class DocumentLoader(BaseDataLoader):
                 nothing = False
                 yield Position(epoch, cursor), document
             if nothing:
-                raise ValueError(
-                    f"dataset: no document for data-parallel rank {self.dp_rank} of "
-                    f"{self.dp_degree}; give at least {self.dp_degree} documents, or use a smaller "
-                    "data-parallel degree (raise context_parallel_degree)"
-                )
+                raise ValueError(f"dataset: no document for data-parallel rank {self.dp_rank}")
             if not self.infinite:
                 return
             epoch, start = epoch + 1, None

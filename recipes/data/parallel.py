@@ -19,23 +19,38 @@ _END = object()
 def ordered_map(
     pool: Executor, fn: Callable[[T], R], items: Iterable[T], in_flight: int
 ) -> Iterator[R]:
-    """`map(fn, items)` with up to `in_flight` calls running or finished ahead of the consumer."""
+    """`map(fn, items)` with up to `in_flight` calls running or finished ahead of the consumer.
+
+    Shuts the pool down in the end.
+    """
     futures: deque[Future[R]] = deque()
-    for item in items:
-        futures.append(pool.submit(fn, item))
-        if len(futures) >= in_flight:
+    try:
+        for item in items:
+            futures.append(pool.submit(fn, item))
+            if len(futures) >= in_flight:
+                yield futures.popleft().result()
+        while futures:
             yield futures.popleft().result()
-    while futures:
-        yield futures.popleft().result()
+    finally:
+        _drop(pool, futures)
 
 
 def in_background(items: Iterator[T], depth: int) -> Iterator[T]:
     """`items`, with up to `depth` of them computed ahead by one thread."""
     pool = ThreadPoolExecutor(1, thread_name_prefix="batches")
+    futures: deque[Future] = deque()
     try:
-        futures = deque(pool.submit(next, items, _END) for _ in range(depth))
+        futures.extend(pool.submit(next, items, _END) for _ in range(depth))
         while (item := futures.popleft().result()) is not _END:
             futures.append(pool.submit(next, items, _END))
-            yield item  # type: ignore[misc]
+            yield item
     finally:
-        pool.shutdown(cancel_futures=True)
+        _drop(pool, futures)
+
+
+def _drop(pool: Executor, futures: Iterable[Future]) -> None:
+    """Stop an executor without waiting for the calls that run."""
+    # Not shutdown(cancel_futures=True): it fails in a generator that Python's exit closes.
+    for future in futures:
+        future.cancel()
+    pool.shutdown(wait=False)

@@ -89,7 +89,6 @@ def prepare(
                 on_document((place, offset, result))
                 if isinstance(result, BadDocument):
                     if not settings.skip_bad:
-                        pool.shutdown(cancel_futures=True)
                         raise result
                     state["bad_documents"] += 1
                     continue

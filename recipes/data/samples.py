@@ -55,20 +55,20 @@ def padding_sample(seq_len: int) -> Sample:
     return build_sample(Packed([], IGNORE), seq_len, mask=True)
 
 
-def collate(samples: Sequence[Sample], mask: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def collate(samples: Sequence[Sample]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Samples to a batch.
 
     Returns:
-        ({"input": (B, S), "boundaries": (B, N), with `mask` only}, labels (B, S)), all int64.
-        Rows of boundaries are padded by repeating S, and N is a power of two, so that a compiled
-        model meets few shapes.
+        ({"input": (B, S), "boundaries": (B, N)}, labels (B, S)), all int64. Rows of boundaries are
+        padded by repeating S, and N is a power of two, so that a compiled model meets few shapes.
     """
-    inputs = {"input": torch.stack([sample.input for sample in samples])}
-    if mask:
-        longest = max(len(sample.boundaries) for sample in samples)
-        width = max(_MIN_WIDTH, 1 << (longest - 1).bit_length())
-        rows = [s.boundaries + s.boundaries[-1:] * (width - len(s.boundaries)) for s in samples]
-        inputs["boundaries"] = torch.tensor(rows, dtype=torch.int64)
+    longest = max(len(sample.boundaries) for sample in samples)
+    width = max(_MIN_WIDTH, 1 << (longest - 1).bit_length())
+    rows = [s.boundaries + s.boundaries[-1:] * (width - len(s.boundaries)) for s in samples]
+    inputs = {
+        "input": torch.stack([sample.input for sample in samples]),
+        "boundaries": torch.tensor(rows, dtype=torch.int64),
+    }
     return inputs, torch.stack([sample.labels for sample in samples])
 
 
