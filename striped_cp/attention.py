@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .documents import Documents
+from .kernels import KERNELS
 from .layout import Layout, Striped
 from .ops import ring_attention_op
 
@@ -56,6 +57,7 @@ def ring_attention(
         ValueError: shapes, dtypes, devices, placements, sequence length, layout or kernel that
             cannot work: on all ranks alike, before anything is sent.
     """
+    check_options(rotate_method, kernel)
     group_name, world_size = ring_group(mesh)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -82,6 +84,15 @@ def ring_attention(
     return DTensor.from_local(
         out, q.device_mesh, q.placements, run_check=False, shape=q.shape, stride=stride
     )
+
+
+def check_options(rotate_method: str, kernel: str) -> None:
+    """Raise ValueError for a rotate_method or kernel that does not exist."""
+    if rotate_method not in ("ring", "allgather"):
+        raise ValueError(f"rotate_method = {rotate_method!r}: allowed are 'ring', 'allgather'")
+    if kernel not in ("auto", *KERNELS):
+        allowed = ", ".join(repr(name) for name in ("auto", *KERNELS))
+        raise ValueError(f"kernel = {kernel!r}: allowed are {allowed}")
 
 
 def ring_group(mesh: DeviceMesh | None) -> tuple[str, int]:

@@ -6,9 +6,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from .attention import TOKEN_STRIPES, RotateMethod, ring_attention, ring_group
+from .attention import (
+    TOKEN_STRIPES,
+    RotateMethod,
+    check_options,
+    ring_attention,
+    ring_group,
+)
 from .documents import Documents
-from .kernels import KERNELS
 from .layout import Layout
 
 
@@ -104,11 +109,3 @@ class StripedContextParallel(ParallelStyle):
         ring = RingAttention(device_mesh, self.layout, self.rotate_method, self.kernel)
         module.forward = ring.forward
         return module
-
-
-def check_options(rotate_method: str, kernel: str) -> None:
-    """Raise ValueError for a rotate_method or kernel that does not exist."""
-    if rotate_method not in ("ring", "allgather"):
-        raise ValueError(f"rotate_method = {rotate_method!r}: allowed are 'ring', 'allgather'")
-    if kernel not in ("auto", *KERNELS):
-        raise ValueError(f"kernel = {kernel!r}: allowed are 'auto', {sorted(KERNELS)}")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from .base import Kernel, Request
 from .cpu import CpuKernel
 from .cudnn import CudnnKernel
@@ -21,18 +19,14 @@ def choose_kernel(name: str, request: Request) -> Kernel:
     """The kernel called `name`, or with "auto" the fastest that serves the request.
 
     Raises:
-        ValueError: unknown name, or that kernel cannot serve; says why, and which kernels can.
+        ValueError: that kernel cannot serve; says why, and which kernels can.
     """
     if name == "auto":
         name = _automatic(request)
-    elif name not in KERNELS:
-        raise ValueError(f"kernel = {name!r}: allowed are 'auto', {_names(KERNELS)}")
     reason = KERNELS[name].refuse(request)
     if reason is not None:
-        able = [k for k in KERNELS if KERNELS[k].refuse(request) is None]
-        raise ValueError(
-            f"kernel = {name!r} cannot serve: {reason}; kernels that can: {_names(able)}"
-        )
+        able = ", ".join(repr(k) for k in KERNELS if KERNELS[k].refuse(request) is None)
+        raise ValueError(f"kernel = {name!r} cannot serve: {reason}; kernels that can: {able}")
     return KERNELS[name]
 
 
@@ -46,7 +40,3 @@ def _automatic(request: Request) -> str:
     if request.device_type == "cpu":
         return "cpu"
     return "flash" if KERNELS["flash"].refuse(request) is None else "flex"
-
-
-def _names(names: Iterable[str]) -> str:
-    return ", ".join(repr(name) for name in names)

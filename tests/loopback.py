@@ -1,0 +1,64 @@
+"""A whole sequence through the ring, all ranks in one process, and back in sequence order."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from striped_cp import Documents, Layout
+from striped_cp.kernels import KERNELS
+from striped_cp.ring import Ring, attention_backward, attention_forward, loopback
+from striped_cp.tiles import tiles_of_rank
+
+
+def random_inputs(
+    batch: int,
+    heads: tuple[int, int],
+    seq_len: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    amplitude: float = 1.0,
+    seed: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Query, key, value and output gradient of a whole sequence, with a projection's strides."""
+    generator = torch.Generator().manual_seed(seed)
+    num_heads, num_kv_heads = heads
+
+    def tensor(h: int, factor: float = 1.0) -> Tensor:
+        x = torch.randn(batch, seq_len, h, head_dim, dtype=torch.float64, generator=generator)
+        return (x * factor).to(dtype).transpose(1, 2)
+
+    return (
+        tensor(num_heads, amplitude),
+        tensor(num_kv_heads, amplitude),
+        tensor(num_kv_heads),
+        tensor(num_heads),
+    )
+
+
+def run_loopback(
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor],
+    layout: Layout,
+    world_size: int,
+    documents: Documents | None = None,
+    *,
+    kernel: str = "reference",
+    rotate_method: str = "ring",
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    """(out, dq, dk, dv) of whole sequences (B, H, S, D), computed by P loopback ranks."""
+    query = inputs[0]
+    seq_len = query.shape[2]
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    positions = [layout.positions(seq_len, world_size, rank) for rank in range(world_size)]
+
+    def rank_main(ring: Ring) -> tuple[Tensor, ...]:
+        q, k, v, grad_out = (x[:, :, positions[ring.rank]] for x in inputs)
+        tiles = tiles_of_rank(layout, seq_len, world_size, ring.rank, documents)
+        options = (tiles, KERNELS[kernel], ring, scale, rotate_method)
+        out, lse = attention_forward(q, k, v, *options)
+        return out, *attention_backward(grad_out, q, k, v, out, lse, *options)
+
+    by_rank = zip(*loopback(world_size, rank_main), strict=True)
+    order = torch.cat(positions).argsort()
+    return tuple(torch.cat(parts, dim=2)[:, :, order] for parts in by_rank)
