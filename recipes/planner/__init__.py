@@ -1,0 +1,12 @@
+"""The planner: will a run fit, how fast is it, which degrees work. No torch, no GPU.
+
+    hardware.py, shapes.py     what is known about GPUs, networks, kernels and models
+    run.py, settings.py        a run, and the TOML sections it comes from
+    memory.py, step_time.py    the model: bytes of a GPU, seconds of a step
+    plan.py                    both for one run
+    layouts.py, search.py      comparisons: layouts of the ring, degrees and levers
+    report.py, log.py          text, JSON and TOML; one line for the log of a training run
+    published.py               published runs that the model is held against
+
+docs/planner.md has the comparison and says what is not modelled.
+"""

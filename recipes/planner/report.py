@@ -1,0 +1,170 @@
+"""Plans as text, as JSON-ready tables, and as TOML."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from recipes.planner.memory import GIB
+from recipes.planner.plan import Plan
+from recipes.planner.step_time import Hop
+
+# Less room than this is worth a word: the model is good to about 15 %.
+_TIGHT = 0.9
+
+
+def plan_text(plan: Plan) -> str:
+    """The whole report for one run."""
+    run, gpu, memory, time = plan.run, plan.gpu, plan.memory, plan.time
+    capacity = gpu.memory_gib * GIB
+    lines = [
+        f"{run.gpus} x {gpu.name}: {mesh_text(plan)}",
+        f"{run.sequences_per_step} x {run.seq_len} tokens per step, {run.local_tokens} per rank and "
+        f"sequence; {run.layout} ring of {run.cp}, kernel {run.kernel}, {run.levers_in_use}",
+        "",
+        f"memory per GPU, peak in {memory.moment}",
+    ]
+    for name, size in memory.parts.items():
+        note = "" if name in memory.at_peak else "  (not at the peak)"
+        lines.append(f"  {name:<18}{size / GIB:8.2f} GiB{note}")
+    lines.append(
+        f"  {'total':<18}{memory.total / GIB:8.2f} GiB of {gpu.memory_gib:g}: {fit_text(plan)}"
+    )
+    if memory.total > _TIGHT * capacity and plan.fits:
+        lines.append("  less than 10 % is left, and the model is good to about 15 %")
+    lines += ["", "time per step"]
+    for name, seconds in time.parts.items():
+        if seconds:
+            share = seconds / time.step_seconds
+            lines.append(f"  {name:<18}{seconds:8.2f} s {share:6.1%}")
+    lines += [
+        f"  {'total':<18}{time.step_seconds:8.2f} s; bound by {time.bound_by}",
+        "",
+        f"{time.tokens_per_second_per_gpu:.1f} tokens/s/GPU, "
+        f"{plan.seconds_per_billion_tokens / 3600:.1f} h and "
+        f"{plan.gpu_hours_per_billion_tokens:.0f} GPU hours per billion tokens",
+        f"MFU {time.mfu_causal:.1%} (causal: only visible pairs count), "
+        f"{time.mfu_torchtitan:.1%} (torchtitan: the full square counts)",
+    ]
+    lines += [hop_text(name, hop) for name, hop in hops(plan).items()]
+    return "\n".join(lines)
+
+
+def mesh_text(plan: Plan) -> str:
+    run = plan.run
+    degrees = {
+        "dp_replicate": run.dp_replicate,
+        "dp_shard": run.dp_shard,
+        "cp": run.cp,
+        "tp": run.tp,
+        "pp": run.pp,
+    }
+    return (
+        " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "dp 1"
+    )
+
+
+def fit_text(plan: Plan) -> str:
+    return "fits" if plan.fits else "DOES NOT FIT"
+
+
+def hops(plan: Plan) -> dict[str, Hop]:
+    time = plan.time
+    if time.forward_hop is None or time.backward_hop is None:
+        return {}
+    return {"forward": time.forward_hop, "backward": time.backward_hop}
+
+
+def hop_text(name: str, hop: Hop) -> str:
+    return (
+        f"ring hop {name}: {hop.bytes} bytes in {1e3 * hop.seconds:.2f} ms, "
+        f"{'hides behind' if hop.hidden else 'EXCEEDS'} its tile of {1e3 * hop.tile_seconds:.2f} ms; "
+        f"hides from {hop.hides_from_local_tokens:.0f} local tokens"
+    )
+
+
+def plan_table(plan: Plan) -> dict[str, Any]:
+    """Everything in `plan_text`, with units in the keys."""
+    run, memory, time = plan.run, plan.memory, plan.time
+    return {
+        "gpu": plan.gpu.name,
+        "gpus": run.gpus,
+        "mesh": {
+            "dp_replicate": run.dp_replicate,
+            "dp_shard": run.dp_shard,
+            "cp": run.cp,
+            "tp": run.tp,
+            "pp": run.pp,
+        },
+        "levers": run.levers_in_use,
+        "kernel": run.kernel,
+        "layout": run.layout,
+        "tokens_per_step": run.tokens_per_step,
+        "local_tokens": run.local_tokens,
+        "memory": {
+            "parts_bytes": {name: round(size) for name, size in memory.parts.items()},
+            "at_peak": [name for name in memory.parts if name in memory.at_peak],
+            "moment": memory.moment,
+            "total_bytes": round(memory.total),
+            "reserved_bytes": round(memory.reserved),
+            "capacity_bytes": round(plan.gpu.memory_gib * GIB),
+        },
+        "fits": plan.fits,
+        "time": {
+            "parts_s": time.parts,
+            "step_s": time.step_seconds,
+            "bound_by": time.bound_by,
+            "billion_tokens_s": plan.seconds_per_billion_tokens,
+            "billion_tokens_gpu_hours": plan.gpu_hours_per_billion_tokens,
+        },
+        "tokens_per_second_per_gpu": time.tokens_per_second_per_gpu,
+        "mfu_causal": time.mfu_causal,
+        "mfu_torchtitan": time.mfu_torchtitan,
+        "ring_hops": {
+            name: {
+                "bytes": hop.bytes,
+                "hop_s": hop.seconds,
+                "tile_s": hop.tile_seconds,
+                "hidden": hop.hidden,
+                "hides_from_local_tokens": hop.hides_from_local_tokens,
+            }
+            for name, hop in hops(plan).items()
+        },
+    }
+
+
+def search_text(plans: list[Plan]) -> str:
+    """Ranked table of a search."""
+    lines = [
+        "  dp  cp  tp  pp  batch x acc  tok/s/GPU  step s  MFU causal  GiB    kernel  levers",
+    ]
+    for plan in plans:
+        run, time = plan.run, plan.time
+        lines.append(
+            f"{run.dp_shard:4d}{run.cp:4d}{run.tp:4d}{run.pp:4d}"
+            f"{run.local_batch:7d} x {run.gradient_accumulation:<3d}"
+            f"{time.tokens_per_second_per_gpu:11.1f}{time.step_seconds:8.1f}{time.mfu_causal:12.1%}"
+            f"{plan.memory.total / GIB:7.1f}  {run.kernel:<8}{run.levers_in_use}"
+        )
+    return "\n".join(lines)
+
+
+def toml_text(table: dict[str, Any], heading: str) -> str:
+    """A table of tables as TOML; `heading` becomes its first comment line.
+
+    Values are what a TOML file of this project holds: strings, numbers, booleans and lists.
+    """
+    return f"# {heading}\n" + "".join(_section(table, ""))
+
+
+def _section(table: dict[str, Any], name: str) -> list[str]:
+    values = [
+        f"{key} = {json.dumps(value, ensure_ascii=False)}\n"
+        for key, value in table.items()
+        if not isinstance(value, dict)
+    ]
+    lines = [f"\n[{name}]\n", *values] if name and values else values
+    for key, value in table.items():
+        if isinstance(value, dict):
+            lines += _section(value, f"{name}.{key}" if name else key)
+    return lines

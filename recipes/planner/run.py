@@ -1,0 +1,198 @@
+"""`Run`: everything about a training run that its memory and its speed depend on."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+from recipes.planner.hardware import Gpu
+from recipes.planner.shapes import ModelShape, causal_pairs, document_pairs
+
+
+@dataclass(frozen=True)
+class Levers:
+    """What trades time for memory; the names are those of the TOML sections.
+
+    Attributes:
+        checkpointing: "none", "full" or "selective" (torchtitan's selective "op" policy).
+        recompute_attention: run the ring again in the backward pass instead of keeping its output.
+        offload_checkpoints: checkpointed block inputs wait in host memory.
+        loss_chunk_tokens: tokens whose logits exist at once; 0: all of this rank's.
+        mlp_chunk_tokens: tokens whose MLP activations exist at once; 0: all of this rank's.
+    """
+
+    checkpointing: str = "full"
+    recompute_attention: bool = False
+    offload_checkpoints: bool = False
+    loss_chunk_tokens: int = 2048
+    mlp_chunk_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run; degrees multiply to the number of GPUs.
+
+    Attributes:
+        local_batch: sequences per data-parallel rank and forward pass.
+        gradient_accumulation: forward passes per optimizer step.
+        documents: lengths of the packed documents of every sequence; empty: one document.
+        slowest_pairs: visible pairs of the slowest rank in every ring step, of one sequence; empty:
+            those of one document.
+        kernel: key of `Gpu.kernels`.
+        rotate_method: "ring" or "allgather".
+        layout: "striped", "headtail" or "contiguous".
+        parameter_bytes: per parameter as the optimizer sees it (4, or 2 for training.dtype bf16);
+            gradients have the same dtype and Adam keeps two more copies.
+        virtual_stages: pipeline stages per rank.
+    """
+
+    shape: ModelShape
+    seq_len: int
+    local_batch: int = 1
+    gradient_accumulation: int = 1
+    documents: tuple[int, ...] = ()
+    slowest_pairs: tuple[float, ...] = ()
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+    levers: Levers = field(default_factory=Levers)
+    kernel: str = "flash"
+    rotate_method: str = "ring"
+    layout: str = "striped"
+    block_size: int = 1
+    parameter_bytes: int = 4
+    float8: bool = False
+    compiled: bool = False
+    async_tp: bool = False
+    loss_parallel: bool = True
+    reshard_after_forward: str = "default"
+    pp_schedule: str = "1F1B"
+    pp_microbatch: int = 1
+    virtual_stages: int = 1
+
+    @property
+    def gpus(self) -> int:
+        return self.dp_replicate * self.dp_shard * self.cp * self.tp * self.pp
+
+    @property
+    def local_tokens(self) -> int:
+        """Tokens of one sequence on one rank: S / P."""
+        return self.seq_len // self.cp
+
+    @property
+    def fsdp_degree(self) -> int:
+        """Ranks that share one copy of the parameters: torchtitan shards over dp_shard x cp."""
+        return self.dp_shard * self.cp
+
+    @property
+    def microbatch(self) -> int:
+        """Sequences per forward of one pipeline stage."""
+        return self.pp_microbatch if self.pp > 1 else self.local_batch
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches per forward pass of the trainer (pipeline parallelism; 1 without)."""
+        return self.local_batch // self.pp_microbatch if self.pp > 1 else 1
+
+    @property
+    def layers_per_rank(self) -> int:
+        """Layers of the fullest pipeline rank."""
+        return math.ceil(self.shape.n_layers / self.pp)
+
+    @property
+    def stays_gathered(self) -> bool:
+        """Whether FSDP keeps parameters unsharded after the forward pass.
+
+        torchtitan's "default" reshards without, and does not reshard with, pipeline parallelism.
+        """
+        if self.reshard_after_forward == "default":
+            return self.pp > 1
+        return self.reshard_after_forward == "never"
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Sequences of the whole job per optimizer step."""
+        data_parallel = self.dp_replicate * self.dp_shard
+        return self.local_batch * self.gradient_accumulation * data_parallel
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.sequences_per_step * self.seq_len
+
+    @property
+    def pairs(self) -> float:
+        """Visible (query, key) pairs of one sequence."""
+        return document_pairs(self.documents) if self.documents else causal_pairs(self.seq_len)
+
+    @property
+    def levers_in_use(self) -> str:
+        """Short names of the memory levers that are on."""
+        levers = self.levers
+        names = [f"ac={levers.checkpointing}"]
+        names += ["recompute_attention"] if levers.recompute_attention else []
+        names += ["offload_checkpoints"] if levers.offload_checkpoints else []
+        names += [f"loss_chunk={levers.loss_chunk_tokens}"] if levers.loss_chunk_tokens else []
+        names += [f"mlp_chunk={levers.mlp_chunk_tokens}"] if levers.mlp_chunk_tokens else []
+        return " ".join(names)
+
+
+def check(run: Run, gpu: Gpu) -> None:
+    """Raise ValueError, one line, for degrees that training would refuse or that make no sense."""
+    shape = run.shape
+    if shape.n_heads % run.tp or shape.n_kv_heads % run.tp:
+        raise ValueError(
+            f"parallelism.tensor_parallel_degree = {run.tp} must divide the model's "
+            f"{shape.n_heads} query heads and {shape.n_kv_heads} key/value heads"
+        )
+    divisor = run.cp * (run.block_size if run.layout == "striped" else 1)
+    if run.seq_len % divisor or run.local_tokens % run.tp:
+        raise ValueError(
+            f"training.seq_len = {run.seq_len} is not divisible over context_parallel_degree "
+            f"{run.cp} and tensor_parallel_degree {run.tp}"
+        )
+    if run.pp > shape.n_layers:
+        raise ValueError(
+            f"parallelism.pipeline_parallel_degree = {run.pp} exceeds the model's "
+            f"{shape.n_layers} layers"
+        )
+    if run.pp > 1 and run.microbatches < run.pp:
+        raise ValueError(
+            f"training.local_batch_size = {run.local_batch} gives {run.microbatches} microbatches, "
+            f"fewer than parallelism.pipeline_parallel_degree = {run.pp}"
+        )
+    if run.kernel not in gpu.kernels:
+        raise ValueError(
+            f'striped_cp.kernel = "{run.kernel}": no published rate on {gpu.name}; '
+            f"known: {', '.join(gpu.kernels)}"
+        )
+    if run.documents and sum(run.documents) != run.seq_len:
+        raise ValueError(
+            f"--documents add up to {sum(run.documents)} tokens, training.seq_len is {run.seq_len}"
+        )
+
+
+def with_degrees(run: Run, gpus: int) -> Run:
+    """Fill dp_shard = -1 with the GPUs that the other degrees leave over, as torchtitan does."""
+    fixed = run.dp_replicate * run.cp * run.tp * run.pp
+    text = " x ".join(
+        f"{name} {degree}"
+        for name, degree in (
+            ("dp_replicate", run.dp_replicate),
+            ("cp", run.cp),
+            ("tp", run.tp),
+            ("pp", run.pp),
+        )
+        if degree > 1
+    )
+    if run.dp_shard == -1:
+        if gpus % fixed:
+            raise ValueError(f"--gpus {gpus} is not a multiple of {fixed} ({text})")
+        return replace(run, dp_shard=gpus // fixed)
+    if run.dp_shard * fixed != gpus:
+        raise ValueError(
+            f"--gpus {gpus} is not {run.dp_shard * fixed} = "
+            + " x ".join(part for part in (text, f"dp_shard {run.dp_shard}") if part)
+        )
+    return run

@@ -1,0 +1,104 @@
+"""Degrees and levers that fit, fastest first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+from recipes.planner.hardware import Gpu
+from recipes.planner.plan import Plan, make_plan
+from recipes.planner.run import Levers, Run, check
+
+# Tokens per chunk where a lever is on.
+_LOSS_CHUNK = 2048
+_MLP_CHUNK = 8192
+
+
+def search(run: Run, gpu: Gpu, network_gb_s: float, kernels: tuple[str, ...]) -> list[Plan]:
+    """The best plan of every mesh on which `run` fits, fastest first.
+
+    Every mesh of `run.gpus` GPUs is tried with every combination of memory levers. The sequences
+    of a step stay what they are, so a mesh whose data-parallel ranks would get no whole number of
+    them is left out.
+
+    Args:
+        kernels: attention kernels to try.
+    """
+    best = []
+    for mesh in _meshes(run, gpu):
+        plans = [
+            make_plan(candidate, gpu, network_gb_s)
+            for levers in _levers(run)
+            for kernel in kernels
+            for candidate in [replace(mesh, levers=levers, kernel=kernel)]
+        ]
+        fitting = [plan for plan in plans if plan.fits]
+        if fitting:
+            best.append(max(fitting, key=_rank))
+    return sorted(best, key=_rank, reverse=True)
+
+
+def _rank(plan: Plan) -> tuple[float, int, float]:
+    """Speed, to three digits; then fewer degrees of model parallelism; then less memory."""
+    speed = float(f"{plan.time.tokens_per_second_per_gpu:.3g}")
+    return speed, -plan.run.tp * plan.run.pp, -plan.memory.total
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _meshes(run: Run, gpu: Gpu) -> Iterator[Run]:
+    """Every split of the GPUs over dp_shard, cp, tp and pp that training accepts.
+
+    Tensor parallelism stays inside a node.
+    """
+    sequences = run.sequences_per_step
+    degrees = product(
+        _divisors(gpu.gpus_per_node),
+        _divisors(run.gpus),
+        _divisors(run.gpus),
+    )
+    for tp, pp, cp in degrees:
+        data_parallel, rest = divmod(run.gpus, tp * pp * cp)
+        if rest or sequences % data_parallel:
+            continue
+        per_rank = sequences // data_parallel
+        # A pipeline needs at least as many microbatches as stages; otherwise one sequence at a time.
+        local_batch = per_rank if pp > 1 else min(run.local_batch, per_rank)
+        if per_rank % local_batch:
+            continue
+        mesh = replace(
+            run,
+            dp_replicate=1,
+            dp_shard=data_parallel,
+            cp=cp,
+            tp=tp,
+            pp=pp,
+            local_batch=local_batch,
+            gradient_accumulation=per_rank // local_batch,
+            pp_microbatch=1,
+        )
+        try:
+            check(mesh, gpu)
+        except ValueError:
+            continue
+        yield mesh
+
+
+def _levers(run: Run) -> list[Levers]:
+    """Combinations of levers, from none to all, each a point of time against memory."""
+    choices = product(
+        ("none", "selective", "full"),
+        (False, True),
+        (False, True),
+        (0, run.levers.loss_chunk_tokens or _LOSS_CHUNK),
+        (0, run.levers.mlp_chunk_tokens or _MLP_CHUNK),
+    )
+    return [
+        Levers(*choice)
+        for choice in choices
+        # Without checkpointing there is nothing to recompute or to offload.
+        if choice[0] != "none" or not (choice[1] or choice[2])
+    ]

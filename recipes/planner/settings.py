@@ -1,0 +1,176 @@
+"""From the sections of a TOML file to a `Run`, and back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from recipes.planner.hardware import Gpu
+from recipes.planner.run import Levers, Run, check, with_degrees
+from recipes.planner.shapes import SHAPES
+
+if TYPE_CHECKING:
+    from recipes.config import StripedJobConfig
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+# Stages per rank that torchtitan 0.2.2 makes when layers_per_stage is not set.
+_SCHEDULES = {"1F1B": 1, "GPipe": 1, "Interleaved1F1B": 2}
+
+
+def run_from_config(
+    config: StripedJobConfig, gpus: int, gpu: Gpu, documents: tuple[int, ...] = ()
+) -> Run:
+    """The run that `config` describes on `gpus` GPUs.
+
+    Args:
+        documents: lengths of the packed documents of every sequence; empty: one document, which is
+            the most work a packing can be.
+
+    Raises:
+        ValueError: one line naming the setting; also for what the planner does not model.
+    """
+    parallelism, training = config.parallelism, config.training
+    _refuse_unmodelled(config)
+    virtual_stages = _virtual_stages(config)
+    run = with_degrees(
+        Run(
+            SHAPES[config.model.flavor],
+            training.seq_len,
+            local_batch=training.local_batch_size,
+            documents=documents,
+            dp_replicate=parallelism.data_parallel_replicate_degree,
+            dp_shard=parallelism.data_parallel_shard_degree,
+            cp=parallelism.context_parallel_degree,
+            tp=parallelism.tensor_parallel_degree,
+            pp=parallelism.pipeline_parallel_degree,
+            levers=_levers(config),
+            kernel=_kernel(config, gpu),
+            rotate_method=config.striped_cp.rotate_method,
+            layout=parallelism.context_parallel_load_balancer,
+            block_size=config.striped_cp.block_size,
+            parameter_bytes=_DTYPE_BYTES[training.dtype],
+            float8="quantize.linear.float8" in config.model.converters,
+            compiled=config.compile.enable and "model" in config.compile.components,
+            async_tp=parallelism.enable_async_tensor_parallel,
+            loss_parallel=not parallelism.disable_loss_parallel,
+            reshard_after_forward=parallelism.fsdp_reshard_after_forward,
+            pp_schedule=parallelism.pipeline_parallel_schedule,
+            pp_microbatch=parallelism.pipeline_parallel_microbatch_size,
+            virtual_stages=virtual_stages,
+        ),
+        gpus,
+    )
+    run = with_global_batch(run, training.global_batch_size)
+    check(run, gpu)
+    return run
+
+
+def with_global_batch(run: Run, global_batch_size: int) -> Run:
+    """Set gradient accumulation so that a step has `global_batch_size` sequences; -1: none."""
+    if global_batch_size == -1:
+        return replace(run, gradient_accumulation=1)
+    per_pass = run.local_batch * run.dp_replicate * run.dp_shard
+    if global_batch_size % per_pass:
+        raise ValueError(
+            f"training.global_batch_size = {global_batch_size} is not a multiple of {per_pass} "
+            f"(local_batch_size {run.local_batch} x {run.dp_replicate * run.dp_shard} data-parallel "
+            "ranks)"
+        )
+    return replace(run, gradient_accumulation=global_batch_size // per_pass)
+
+
+def settings_of(run: Run) -> dict[str, dict[str, Any]]:
+    """The sections and keys in which runs found by a search differ."""
+    levers = run.levers
+    return {
+        "training": {
+            "local_batch_size": run.local_batch,
+            "global_batch_size": run.sequences_per_step,
+        },
+        "parallelism": {
+            "data_parallel_replicate_degree": run.dp_replicate,
+            "data_parallel_shard_degree": run.dp_shard,
+            "context_parallel_degree": run.cp,
+            "tensor_parallel_degree": run.tp,
+            "pipeline_parallel_degree": run.pp,
+            "pipeline_parallel_microbatch_size": run.pp_microbatch,
+        },
+        "striped_cp": {"kernel": run.kernel},
+        "activation_checkpoint": {
+            "mode": levers.checkpointing,
+            **({"selective_ac_option": "op"} if levers.checkpointing == "selective" else {}),
+        },
+        "memory": {
+            "loss_chunk_tokens": levers.loss_chunk_tokens,
+            "mlp_chunk_tokens": levers.mlp_chunk_tokens,
+            "recompute_attention": levers.recompute_attention,
+            "offload_checkpoints": levers.offload_checkpoints,
+        },
+    }
+
+
+def _refuse_unmodelled(config: StripedJobConfig) -> None:
+    schedule = config.parallelism.pipeline_parallel_schedule
+    if config.parallelism.pipeline_parallel_degree > 1 and schedule not in _SCHEDULES:
+        raise ValueError(
+            f'parallelism.pipeline_parallel_schedule = "{schedule}": the planner knows '
+            f"{', '.join(_SCHEDULES)}"
+        )
+    if config.activation_checkpoint.mode == "memory_budget":
+        raise ValueError(
+            'activation_checkpoint.mode = "memory_budget": the planner knows none, full, selective'
+        )
+    if config.training.enable_cpu_offload:
+        raise ValueError("training.enable_cpu_offload = true: the planner does not model it")
+
+
+def _virtual_stages(config: StripedJobConfig) -> int:
+    """Pipeline stages per rank."""
+    parallelism = config.parallelism
+    pp = parallelism.pipeline_parallel_degree
+    per_stage = parallelism.pipeline_parallel_layers_per_stage
+    if pp == 1:
+        return 1
+    if per_stage is None:
+        return _SCHEDULES[parallelism.pipeline_parallel_schedule]
+    # torchtitan counts embedding and output projection as less_layers layers each.
+    layers = (
+        SHAPES[config.model.flavor].n_layers
+        + parallelism.pipeline_parallel_first_stage_less_layers
+        + parallelism.pipeline_parallel_last_stage_less_layers
+    )
+    stages = -(-layers // per_stage)
+    if stages % pp:
+        raise ValueError(
+            f"parallelism.pipeline_parallel_layers_per_stage = {per_stage} makes {stages} stages, "
+            f"not a multiple of pipeline_parallel_degree = {pp}"
+        )
+    return stages // pp
+
+
+def _levers(config: StripedJobConfig) -> Levers:
+    mode = config.activation_checkpoint.mode
+    option = config.activation_checkpoint.selective_ac_option
+    if mode == "selective" and option != "op":
+        mode = f"every_{option}"
+    memory = config.memory
+    return Levers(
+        checkpointing=mode,
+        recompute_attention=memory.recompute_attention,
+        offload_checkpoints=memory.offload_checkpoints,
+        loss_chunk_tokens=memory.loss_chunk_tokens,
+        mlp_chunk_tokens=memory.mlp_chunk_tokens,
+    )
+
+
+def _kernel(config: StripedJobConfig, gpu: Gpu) -> str:
+    """The kernel that runs: "auto" is FlashAttention-2, in the ring and for packed documents.
+
+    Without either, attention is torch's SDPA, which prefers cuDNN (torchtitan 0.2.2,
+    models/attention.py).
+    """
+    kernel = config.striped_cp.kernel
+    if kernel != "auto":
+        return kernel
+    plain = config.parallelism.context_parallel_degree == 1 and not config.documents.mask
+    return "cudnn" if plain and "cudnn" in gpu.kernels else "flash"

@@ -1,0 +1,370 @@
+"""Time of one optimizer step, part by part, in seconds.
+
+Every kernel runs at the rate of its source in `hardware.py`; communication is counted only where it
+outlasts the computation that hides it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from recipes.planner.hardware import Gpu, KernelRate
+from recipes.planner.memory import LOSS_BYTES_PER_LOGIT, offloaded_bytes, rank_parameters
+from recipes.planner.run import Run
+
+# Share of the best measured matrix product that the linear layers of a training step reach. Fitted
+# on the compiled 8B run at 8K of torchtitan's benchmark, see published.py.
+LINEAR_SHARE = 0.86
+# Speed of the same layers with Float8, from the Float8 row of the same table.
+FLOAT8_SPEEDUP = 1.5
+# Share of peak memory bandwidth that element-wise kernels reach. Assumed.
+HBM_SHARE = 0.85
+# Rows of one kernel block: a causal kernel computes the whole blocks on its diagonal.
+KERNEL_BLOCK = 128
+_BF16 = 2
+_FP32 = 4
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One step of the ring: what travels, and the tile that hides it.
+
+    Attributes:
+        bytes: K and V of one rank and layer (backward: and their float32 gradients).
+        seconds: time on the slowest link of the ring.
+        tile_seconds: kernel time of the slowest rank's tile.
+        hides_from_local_tokens: S / P from which the tile outlasts the hop.
+    """
+
+    bytes: float
+    seconds: float
+    tile_seconds: float
+    hides_from_local_tokens: float
+
+    @property
+    def hidden(self) -> bool:
+        return self.tile_seconds >= self.seconds
+
+
+@dataclass(frozen=True)
+class TimePlan:
+    """Seconds of one optimizer step, and the rates that follow."""
+
+    parts: dict[str, float]
+    tokens_per_second_per_gpu: float
+    mfu_causal: float
+    mfu_torchtitan: float
+    forward_hop: Hop | None
+    backward_hop: Hop | None
+
+    @property
+    def step_seconds(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def bound_by(self) -> str:
+        """The part that takes longest."""
+        return max(self.parts, key=lambda name: self.parts[name])
+
+
+def kv_hop_bytes(run: Run) -> int:
+    """Bytes of K and V that one rank sends per forward hop and layer, bf16."""
+    tokens = run.microbatch * run.local_tokens
+    return _BF16 * 2 * tokens * run.shape.kv_dim // run.tp
+
+
+def tile_pairs(run: Run) -> list[float]:
+    """Visible pairs of the slowest rank, per ring step, of one sequence.
+
+    Ranks are in lock step, so the slowest one sets the time of a step. One document: closed forms.
+    Packed documents: `slowest_pairs`, which `layouts.py` counts from the tiles.
+    """
+    n = run.local_tokens
+    if run.slowest_pairs:
+        return list(run.slowest_pairs)
+    if run.layout == "contiguous":
+        return [n * (n + 1) / 2] + [float(n * n)] * (run.cp - 1)
+    return [n * (n + 1) / 2] * run.cp
+
+
+def attention_seconds(run: Run, rate: KernelRate) -> tuple[list[float], list[float]]:
+    """Kernel seconds per ring step of one layer and microbatch, forward and backward."""
+    forward, backward = [], []
+    for pairs in tile_pairs(run):
+        diagonal = 1 + KERNEL_BLOCK / run.local_tokens
+        flops = run.shape.attention_forward_flops(pairs) * diagonal * run.microbatch / run.tp
+        forward.append(flops / (rate.forward * 1e12))
+        backward.append(2.5 * flops / (rate.backward * 1e12))
+    return forward, backward
+
+
+def merge_seconds(run: Run, gpu: Gpu) -> tuple[float, float]:
+    """Seconds of the element-wise work between tiles, per layer and microbatch.
+
+    Forward: the float32 output is read and written, the tile's bf16 output read. Backward: the same
+    for dQ, and for dK and dV.
+    """
+    if run.cp == 1:
+        return 0.0, 0.0
+    tokens = run.microbatch * run.local_tokens
+    query, kv = run.shape.query_dim / run.tp, 2 * run.shape.kv_dim / run.tp
+    per_step = (2 * _FP32 + _BF16) * tokens / (gpu.hbm_gb_s * 1e9 * HBM_SHARE)
+    return run.cp * query * per_step, run.cp * (query + kv) * per_step
+
+
+def link_bytes_per_second(run: Run, gpu: Gpu, network_gb_s: float) -> float:
+    """Slowest link between ring neighbours; tensor-parallel ranks lie inside cp on the mesh."""
+    inside = run.cp * run.tp <= gpu.gpus_per_node
+    return 1e9 * (gpu.p2p_gb_s if inside else network_gb_s)
+
+
+def ring_hop(run: Run, gpu: Gpu, network_gb_s: float, tiles: list[float], backward: bool) -> Hop:
+    """The ring's hop against its tile; `tiles` are the kernel seconds per step."""
+    # Backward: K and V in bf16 and dK, dV in float32.
+    size = kv_hop_bytes(run) * (3 if backward else 1)
+    seconds = size / link_bytes_per_second(run, gpu, network_gb_s)
+    tile = tiles[-1]
+    # The hop grows with S/P, the tile with its square.
+    return Hop(size, seconds, tile, run.local_tokens * seconds / tile)
+
+
+def exposed_ring_seconds(run: Run, forward: Hop, backward: Hop) -> tuple[float, float]:
+    """Seconds per layer and microbatch in which ranks wait for keys and values.
+
+    Ring: P - 1 hops forward; backward dK and dV need one more to come home. All-gather: the first
+    tile is local and hides its share.
+    """
+    if run.rotate_method == "allgather":
+        gathers = (run.cp - 1) * forward.seconds, (run.cp - 1) * backward.seconds
+        return (
+            max(0.0, gathers[0] - forward.tile_seconds),
+            max(0.0, gathers[1] - backward.tile_seconds),
+        )
+    return (
+        (run.cp - 1) * max(0.0, forward.seconds - forward.tile_seconds),
+        run.cp * max(0.0, backward.seconds - backward.tile_seconds),
+    )
+
+
+def group_bytes_per_second(size: int, stride: int, gpu: Gpu, network_gb_s: float) -> float:
+    """Rate per GPU of an all-gather over `size` ranks that lie `stride` apart.
+
+    Across nodes every member inside a node brings its own NIC.
+    """
+    if size * stride <= gpu.gpus_per_node:
+        return 1e9 * gpu.collective_gb_s
+    members_per_node = max(1, gpu.gpus_per_node // stride)
+    return 1e9 * min(gpu.collective_gb_s, network_gb_s * members_per_node)
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Computation of one layer and microbatch in seconds."""
+
+    linear_forward: float
+    linear_recompute: float
+    elementwise_forward: float
+    elementwise_recompute: float
+
+    @property
+    def linear_backward(self) -> float:
+        return 2 * self.linear_forward
+
+    @property
+    def elementwise_backward(self) -> float:
+        return 2 * self.elementwise_forward
+
+
+def linear_flops_per_second(run: Run, gpu: Gpu) -> float:
+    return 1e12 * gpu.matmul_tflops * LINEAR_SHARE * (FLOAT8_SPEEDUP if run.float8 else 1)
+
+
+def recomputed_shares(run: Run) -> tuple[float, float]:
+    """Shares of a layer's linear and element-wise forward work that the backward pass repeats."""
+    shape, mode = run.shape, run.levers.checkpointing
+    linear = elementwise = 0.0
+    if mode == "full":
+        linear = elementwise = 1.0
+    elif mode.startswith("every_"):
+        linear = elementwise = 1 / int(mode.removeprefix("every_"))
+    elif mode == "selective":
+        # wk, wo and w3 are repeated, every second product kept.
+        repeated = shape.dim * (shape.kv_dim + shape.query_dim + shape.ffn_dim)
+        linear = repeated / (shape.attention_matrix_parameters + shape.mlp_matrix_parameters)
+        elementwise = 1.0
+    if run.levers.mlp_chunk_tokens:
+        # Every chunk is recomputed once more while it runs backward.
+        linear += shape.mlp_matrix_parameters / (
+            shape.attention_matrix_parameters + shape.mlp_matrix_parameters
+        )
+    return linear, elementwise
+
+
+def layer_time(run: Run, gpu: Gpu) -> LayerTime:
+    """Linear and element-wise work of one layer and microbatch on one GPU."""
+    shape = run.shape
+    tokens = run.microbatch * run.local_tokens / run.tp
+    matrices = shape.attention_matrix_parameters + shape.mlp_matrix_parameters
+    linear = 2 * matrices * tokens / linear_flops_per_second(run, gpu)
+    # bf16 elements read and written per token: two norms, two residual additions; SiLU, product
+    # (fused when compiled); rotation of q and k, in float32 when not compiled.
+    moved = _BF16 * (2 * 2 + 2 * 3) * shape.dim
+    moved += _BF16 * (3 if run.compiled else 5) * shape.ffn_dim
+    moved += (2 * _BF16 if run.compiled else 20) * (shape.query_dim + shape.kv_dim)
+    elementwise = moved * tokens / (gpu.hbm_gb_s * 1e9 * HBM_SHARE)
+    linear_share, elementwise_share = recomputed_shares(run)
+    return LayerTime(linear, linear_share * linear, elementwise, elementwise_share * elementwise)
+
+
+def fsdp_seconds(run: Run, gpu: Gpu, network_gb_s: float) -> tuple[float, float, float]:
+    """Per layer: all-gather, reduce-scatter (with HSDP: all-reduce); and the output projection's."""
+    degree = run.fsdp_degree
+    if degree == 1 and run.dp_replicate == 1:
+        return 0.0, 0.0, 0.0
+    rate = group_bytes_per_second(degree, run.tp, gpu, network_gb_s)
+    layer = run.shape.layer_parameters / run.tp
+    gather = _BF16 * layer * (degree - 1) / degree / rate
+    scatter = _FP32 * layer * (degree - 1) / degree / rate
+    if run.dp_replicate > 1:
+        across = group_bytes_per_second(run.dp_replicate, run.tp * degree, gpu, network_gb_s)
+        share = (run.dp_replicate - 1) / run.dp_replicate
+        scatter += 2 * _FP32 * layer / degree * share / across
+    vocabulary = 2 * (gather + scatter) * run.shape.embedding_parameters / (layer * run.tp)
+    return gather, scatter, vocabulary
+
+
+def tp_seconds(run: Run, gpu: Gpu) -> float:
+    """Sequence-parallel collectives of one layer, one way: two all-gathers, two reduce-scatters."""
+    if run.tp == 1:
+        return 0.0
+    tokens = run.microbatch * run.local_tokens
+    size = _BF16 * tokens * run.shape.dim * (run.tp - 1) / run.tp
+    return 4 * size / (gpu.collective_gb_s * 1e9)
+
+
+def bubble_share(run: Run) -> float:
+    """Idle time of the pipeline over its busy time: (p - 1) / (m v), arXiv 2104.04473."""
+    if run.pp == 1:
+        return 0.0
+    return (run.pp - 1) / (run.microbatches * run.virtual_stages)
+
+
+def loss_seconds(run: Run, gpu: Gpu) -> tuple[float, float]:
+    """Output projection and element-wise work of the loss, per microbatch, spread over the stages."""
+    tokens = run.microbatch * run.local_tokens
+    flops = 6 * run.shape.embedding_parameters * tokens / run.tp
+    # The logits keep bf16 in Float8 runs: torchtitan filters the output projection out.
+    linear = flops / (1e12 * gpu.matmul_tflops * LINEAR_SHARE)
+    # Read and write every copy of the logits once.
+    moved = 2 * LOSS_BYTES_PER_LOGIT * tokens * run.shape.vocab_size / run.tp
+    return linear / run.pp, moved / (gpu.hbm_gb_s * 1e9 * HBM_SHARE) / run.pp
+
+
+def optimizer_seconds(run: Run, gpu: Gpu) -> float:
+    """AdamW reads parameter, gradient and two moments, and writes all but the gradient."""
+    sharded = rank_parameters(run) / run.fsdp_degree
+    return 7 * run.parameter_bytes * sharded / (gpu.hbm_gb_s * 1e9 * HBM_SHARE)
+
+
+def plan_time(run: Run, gpu: Gpu, network_gb_s: float) -> TimePlan:
+    """Time of one optimizer step.
+
+    Args:
+        network_gb_s: usable GB/s per GPU between nodes (`find_network_gb_s`).
+    """
+    forward, backward = attention_seconds(run, gpu.kernels[run.kernel])
+    merge_forward, merge_backward = merge_seconds(run, gpu)
+    layer = layer_time(run, gpu)
+    repeats = ring_repeats(run)
+    hops = None
+    ring_forward = ring_backward = 0.0
+    if run.cp > 1:
+        hops = (
+            ring_hop(run, gpu, network_gb_s, forward, backward=False),
+            ring_hop(run, gpu, network_gb_s, backward, backward=True),
+        )
+        ring_forward, ring_backward = exposed_ring_seconds(run, *hops)
+    tp_one_way = tp_seconds(run, gpu)
+    tp_exposed = tp_one_way * (2 + recomputed_shares(run)[0])
+    if run.async_tp:
+        tp_exposed = max(0.0, tp_exposed - 3 * layer.linear_forward)
+    attention = (1 + repeats) * sum(forward) + sum(backward)
+    merging = (1 + repeats) * merge_forward + merge_backward
+    forward_work = sum(forward) + merge_forward + layer.linear_forward + layer.elementwise_forward
+    total_work = (
+        attention
+        + merging
+        + 3 * layer.linear_forward
+        + layer.linear_recompute
+        + 3 * layer.elementwise_forward
+        + layer.elementwise_recompute
+    )
+    backward_work = total_work - forward_work
+
+    passes = run.microbatches * run.gradient_accumulation
+    per_step = passes * run.shape.n_layers / run.pp
+    loss_linear, loss_elementwise = loss_seconds(run, gpu)
+    parts = {
+        "attention kernels": per_step * attention,
+        "ring merging": per_step * merging,
+        "linear layers": per_step * (3 * layer.linear_forward + layer.linear_recompute),
+        "element-wise": per_step * (3 * layer.elementwise_forward + layer.elementwise_recompute),
+        "loss": passes * (loss_linear + loss_elementwise),
+        "exposed ring": per_step * ((1 + repeats) * ring_forward + ring_backward),
+        "exposed FSDP": _fsdp_exposed(run, gpu, network_gb_s, forward_work, backward_work),
+        "tensor parallel": per_step * tp_exposed,
+        "exposed offload": per_step * _offload_exposed(run, gpu, forward_work, backward_work),
+        "optimizer": optimizer_seconds(run, gpu),
+    }
+    # Everything but the optimizer and the once-per-step FSDP traffic waits in the bubble.
+    busy = sum(parts.values()) - parts["optimizer"] - (parts["exposed FSDP"] if run.pp > 1 else 0)
+    parts["pipeline bubble"] = bubble_share(run) * busy
+    return _rates(run, gpu, parts, hops)
+
+
+def ring_repeats(run: Run) -> float:
+    """How often the backward pass repeats the attention forward."""
+    mode = run.levers.checkpointing
+    if mode == "none" or not run.levers.recompute_attention:
+        return 0.0
+    return 1 / int(mode.removeprefix("every_")) if mode.startswith("every_") else 1.0
+
+
+def _fsdp_exposed(
+    run: Run, gpu: Gpu, network_gb_s: float, forward_work: float, backward_work: float
+) -> float:
+    """Seconds per step in which FSDP's collectives outlast the layer that hides them."""
+    gather, scatter, vocabulary = fsdp_seconds(run, gpu, network_gb_s)
+    layers = run.shape.n_layers / run.pp
+    # The first layer's gather, the last one's reduce-scatter and those of the vocabulary matrices
+    # have nothing to hide behind.
+    edges = gather + scatter + vocabulary
+    if run.pp > 1:
+        return layers * (gather + scatter) + edges  # once per step, around the schedule
+    per_layer = max(0.0, gather - forward_work) + max(0.0, gather + scatter - backward_work)
+    return run.gradient_accumulation * (layers * per_layer + edges)
+
+
+def _offload_exposed(run: Run, gpu: Gpu, forward_work: float, backward_work: float) -> float:
+    """Seconds per layer in which copies of the checkpoints outlast the layer that hides them."""
+    copy = offloaded_bytes(run) / (gpu.host_gb_s * 1e9)
+    return max(0.0, copy - forward_work) + max(0.0, copy - backward_work)
+
+
+def _rates(run: Run, gpu: Gpu, parts: dict[str, float], hops: tuple[Hop, Hop] | None) -> TimePlan:
+    seconds = sum(parts.values())
+    tokens = run.tokens_per_step / run.gpus
+    linear = run.shape.linear_flops_per_token()
+    # Forward and backward of one layer without recomputation: 3 times the forward.
+    per_pair = 3 * run.shape.n_layers * run.shape.attention_forward_flops(1)
+    causal = linear + per_pair * run.pairs / run.seq_len
+    full_square = linear + per_pair * run.seq_len
+    achieved = tokens / seconds / (gpu.peak_tflops * 1e12)
+    return TimePlan(
+        parts,
+        tokens / seconds,
+        causal * achieved,
+        full_square * achieved,
+        hops[0] if hops else None,
+        hops[1] if hops else None,
+    )

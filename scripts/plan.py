@@ -1,0 +1,166 @@
+"""Will it fit, how fast, with which degrees: plans a training run without a GPU.
+
+    python scripts/plan.py train_configs/llama3_8b_1m.toml --gpus 8 --gpu h100
+    python scripts/plan.py X.toml --gpus 64 --gpu h100 --search --write best.toml
+    python scripts/plan.py X.toml --gpus 8 --gpu h100 --layout --documents 98304,32768
+
+The TOML is read as training reads it; `--section.key value` overrides it likewise. docs/planner.md says
+what is modelled and how far it can be trusted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import shlex
+import sys
+import types
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from recipes.planner.plan import Plan
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main(argv: list[str]) -> int:
+    args, overrides = parser().parse_known_args(argv)
+    sys.path.insert(0, str(ROOT))
+    counts_tiles = args.layout or args.documents is not None
+    skip_slow_imports(without_torch=not counts_tiles)
+    try:
+        print(report(args, overrides))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Plan a training run: memory, speed, degrees.",
+        epilog="--section.key value overrides the TOML, as for train.py.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", help="TOML file of the run")
+    parser.add_argument("--gpus", type=int, required=True, help="number of GPUs")
+    parser.add_argument("--gpu", required=True, help="a100, h100, h100-96, h200, b200 or mi300x")
+    parser.add_argument("--network", help="between nodes: eth100, ib200, ib400, efa400 or ib800")
+    parser.add_argument("--documents", help="LEN,LEN,...: documents packed into every sequence")
+    parser.add_argument("--layout", action="store_true", help="compare the layouts of the ring")
+    parser.add_argument("--search", action="store_true", help="degrees and levers that fit, ranked")
+    parser.add_argument("--write", metavar="X.toml", help="write the best of --search")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def skip_slow_imports(without_torch: bool) -> None:
+    """Keep the packages of the settings from importing torch and all of torchtitan: 4 seconds.
+
+    Reading a TOML takes torchtitan's dataclasses and this project's layouts. None of them computes
+    anything with torch, but their packages import it. So the packages are put in place without
+    running their `__init__`, and `torch` as a name for annotations. Counting the tiles of packed
+    documents does use torch.
+    """
+    for name in ("torchtitan", "recipes", "striped_cp"):
+        spec = importlib.util.find_spec(name)
+        assert spec is not None and spec.submodule_search_locations is not None
+        package = types.ModuleType(name)
+        package.__path__ = list(spec.submodule_search_locations)
+        sys.modules[name] = package
+    if without_torch:
+        torch = types.ModuleType("torch")
+        torch.__getattr__ = lambda name: object  # type: ignore[method-assign]
+        sys.modules["torch"] = torch
+
+
+def report(args: argparse.Namespace, overrides: list[str]) -> str:
+    """What to print.
+
+    Raises:
+        ValueError: one line for a setting that makes no sense.
+    """
+    from recipes.config import load_config
+    from recipes.planner import report as text
+    from recipes.planner.hardware import find_gpu, find_network_gb_s
+    from recipes.planner.plan import make_plan
+    from recipes.planner.settings import run_from_config
+
+    if args.gpus < 1:
+        raise ValueError(f"--gpus {args.gpus}: at least 1")
+    if args.write and not args.search:
+        raise ValueError("--write: writes the best plan of --search, which is not given")
+    gpu = find_gpu(args.gpu)
+    network = find_network_gb_s(args.network or gpu.network)
+    config = load_config(["--job.config_file", args.config, *overrides])
+    try:
+        run = run_from_config(config, args.gpus, gpu, document_lengths(args.documents))
+    except ValueError as error:
+        raise ValueError(f"{args.config}: {error}") from None
+    if args.layout:
+        from recipes.planner import layouts
+
+        rows = layouts.compare_layouts(run, gpu, network)
+        return json.dumps(layouts.layouts_table(rows)) if args.json else layouts.layouts_text(rows)
+    if args.search:
+        from recipes.planner.search import search
+
+        # cuDNN takes no packed documents.
+        names = ("flash",) if config.documents.mask else ("flash", "cudnn")
+        plans = search(run, gpu, network, tuple(name for name in names if name in gpu.kernels))
+        if not plans:
+            raise ValueError(f"{args.config}: fits on no mesh of {args.gpus} x {gpu.name}")
+        if args.write:
+            write(args, overrides, config, plans[0])
+        if args.json:
+            return json.dumps([text.plan_table(plan) for plan in plans])
+        return text.search_text(plans)
+    if run.documents:
+        from recipes.planner.layouts import with_documents
+
+        run = with_documents(run)
+    plan = make_plan(run, gpu, network)
+    return json.dumps(text.plan_table(plan)) if args.json else text.plan_text(plan)
+
+
+def document_lengths(text: str | None) -> tuple[int, ...]:
+    """LEN,LEN,... as integers."""
+    if text is None:
+        return ()
+    lengths = text.split(",")
+    if not all(length.isdecimal() and int(length) > 0 for length in lengths):
+        raise ValueError(f'--documents "{text}": positive lengths separated by commas')
+    return tuple(map(int, lengths))
+
+
+def write(args: argparse.Namespace, overrides: list[str], config: Any, plan: Plan) -> None:
+    """Write the TOML file of `plan`: that of the command line, its overrides, then the plan."""
+    from recipes.config import tomllib
+    from recipes.planner.report import toml_text
+    from recipes.planner.settings import settings_of
+
+    with open(args.config, "rb") as file:
+        table = tomllib.load(file)
+    for key in override_keys(overrides):
+        *path, name = key.split(".")
+        section, values = table, config
+        for part in path:
+            section, values = section.setdefault(part, {}), getattr(values, part)
+        name = name if hasattr(values, name) else name.removeprefix("no_")
+        section[name] = getattr(values, name)
+    for name, settings in settings_of(plan.run).items():
+        table.setdefault(name, {}).update(settings)
+    command = f"python scripts/plan.py {shlex.join(sys.argv[1:])}"
+    Path(args.write).write_text(toml_text(table, command))
+
+
+def override_keys(overrides: list[str]) -> list[str]:
+    """Dotted keys that the command line sets."""
+    names = (arg.partition("=")[0] for arg in overrides if arg.startswith("--"))
+    return [name.removeprefix("--").replace("-", "_") for name in names if "." in name]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
