@@ -47,7 +47,7 @@ class LossHead(nn.Linear):
         self.chunk_tokens = chunk_tokens
         self.chunk_loss: Callable = _chunk_loss
 
-    def compile(self, backend: str) -> None:
+    def compile_loss(self, backend: str) -> None:
         """Fuse what is done to a chunk's logits (`compile.components` with "loss")."""
         self.chunk_loss = torch.compile(_chunk_loss, backend=backend)
 

@@ -80,7 +80,8 @@ class StripedTrainer(Trainer):
             tokens, labels, kwargs = self.sharder.shard(*next(data_iterator))
             count += (labels != IGNORE_INDEX).sum()
             kwargs["positions"] = kwargs["positions"].to(self.device)
-            microbatches.append(Microbatch(tokens.to(self.device), labels.to(self.device), kwargs))
+            kwargs["labels"] = labels = labels.to(self.device)
+            microbatches.append(Microbatch(tokens.to(self.device), labels, kwargs))
         return microbatches, count.to(self.device)
 
     def _forward_backward(self, microbatch: Microbatch, global_tokens: float) -> torch.Tensor:

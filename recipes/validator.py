@@ -65,7 +65,7 @@ class StripedValidator(BaseValidator):
             self.metrics_processor.ntokens_since_last_log += labels.numel()
             local_tokens, local_labels, kwargs = self.sharder.shard(input_dict, labels)
             kwargs["positions"] = kwargs["positions"].to(device_type)
-            local_labels = local_labels.to(device_type)
+            kwargs["labels"] = local_labels = local_labels.to(device_type)
             tokens += (local_labels != IGNORE_INDEX).sum()
             loss_sum += self._loss(model_parts, local_tokens.to(device_type), local_labels, kwargs)
         mesh = self.parallel_dims.get_optional_mesh("loss")

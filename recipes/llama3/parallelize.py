@@ -7,25 +7,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.distributed.tensor_parallel import maybe_enable_async_tp
 from torchtitan.models.llama3.infra import parallelize as titan
 from torchtitan.tools.logging import logger
 
 from recipes import cpu_host
+from recipes.activation_checkpoint import apply_activation_checkpointing
 from recipes.config import StripedJobConfig
 from recipes.config_checks import layout_of
+from recipes.llama3.model import Transformer
+from recipes.llama3.tensor_parallel import apply_tensor_parallel
+from recipes.loss import LossHead
 from striped_cp import RingAttention, StripedContextParallel
-
-# Outputs that selective checkpointing keeps, beside those of torchtitan's list.
-_ATTENTION_OPS = {
-    torch.ops.striped_cp.ring_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-}
 
 
 def parallelize_llama(
-    model: nn.Module, parallel_dims: ParallelDims, job_config: StripedJobConfig
+    model: Transformer, parallel_dims: ParallelDims, job_config: StripedJobConfig
 ) -> nn.Module:
     """Apply tensor and context parallelism, checkpointing, compile, and data parallelism.
 
@@ -35,25 +32,26 @@ def parallelize_llama(
     compiled = job_config.compile.enable and "model" in job_config.compile.components
     if parallel_dims.tp_enabled:
         tp_mesh = parallel_dims.get_mesh("tp")
-        titan.apply_tp(
-            model,
-            tp_mesh,
-            loss_parallel=not job_config.parallelism.disable_loss_parallel,
-            enable_float8_tensorwise_tp=False,
-        )
+        loss_parallel = not job_config.parallelism.disable_loss_parallel
+        apply_tensor_parallel(model, tp_mesh, loss_parallel=loss_parallel)
         maybe_enable_async_tp(job_config, tp_mesh)
     if parallel_dims.cp_enabled:
         apply_ring(model, parallel_dims.get_mesh("cp"), job_config)
     if job_config.activation_checkpoint.mode != "none":
-        apply_ac(
+        apply_activation_checkpointing(
             model,
             job_config.activation_checkpoint,
-            model_compile_enabled=compiled,
-            op_sac_save_list=titan._op_sac_save_list | _ATTENTION_OPS,
+            recompute_attention=job_config.memory.recompute_attention,
+            offload=model.offload,
+            compiled=compiled,
             base_folder=job_config.job.dump_folder,
         )
     if compiled:
         titan.apply_compile(model, job_config.compile)
+    if job_config.compile.enable and "loss" in job_config.compile.components:
+        head: nn.Module | None = model.output
+        if isinstance(head, LossHead):
+            head.compile_loss(job_config.compile.backend)
     if parallel_dims.fsdp_enabled:
         apply_fsdp(model, parallel_dims, job_config)
     elif parallel_dims.dp_replicate_enabled:
@@ -61,7 +59,7 @@ def parallelize_llama(
         titan.apply_ddp(model, mesh, enable_compile=compiled)
         # As FSDP here, DDP adds gradients up: the loss is a sum over tokens of all ranks, divided
         # by their number. torchtitan 0.2.2 leaves DDP's division by the replicas in place.
-        model.register_comm_hook(mesh.get_group(), _sum_gradients)  # type: ignore[operator]
+        model.register_comm_hook(mesh.get_group(), _sum_gradients)
     return model
 
 

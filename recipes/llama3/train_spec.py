@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from torchtitan.components.loss import build_cross_entropy_loss
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.components.optimizer import build_optimizers
 from torchtitan.components.tokenizer import BaseTokenizer, build_hf_tokenizer
@@ -15,6 +14,7 @@ from recipes.data import build_dataloader
 from recipes.llama3.args import FLAVORS, TransformerModelArgs
 from recipes.llama3.model import Transformer
 from recipes.llama3.parallelize import parallelize_llama
+from recipes.loss import build_loss
 from recipes.validator import build_validator
 
 NAME = "llama3_striped"
@@ -62,7 +62,7 @@ def register() -> None:
             build_lr_schedulers_fn=build_lr_schedulers,
             build_dataloader_fn=build_dataloader,
             build_tokenizer_fn=build_tokenizer,
-            build_loss_fn=build_cross_entropy_loss,
+            build_loss_fn=build_loss,
             build_validator_fn=build_validator,
             state_dict_adapter=StateDictAdapter,
         ),
