@@ -4,8 +4,8 @@
     python scripts/plan.py X.toml --gpus 64 --gpu h100 --search --write best.toml
     python scripts/plan.py X.toml --gpus 8 --gpu h100 --layout --documents 98304,32768
 
-The TOML is read as training reads it; `--section.key value` overrides it likewise. docs/planner.md says
-what is modelled and how far it can be trusted.
+The TOML is read as training reads it; `--section.key value` overrides it likewise. docs/planner.md
+says what is modelled and how far it can be trusted.
 """
 
 from __future__ import annotations
@@ -66,9 +66,8 @@ def skip_slow_imports(without_torch: bool) -> None:
     """
     for name in ("torchtitan", "recipes", "striped_cp"):
         spec = importlib.util.find_spec(name)
-        assert spec is not None and spec.submodule_search_locations is not None
         package = types.ModuleType(name)
-        package.__path__ = list(spec.submodule_search_locations)
+        package.__path__ = list(getattr(spec, "submodule_search_locations", []))
         sys.modules[name] = package
     if without_torch:
         torch = types.ModuleType("torch")

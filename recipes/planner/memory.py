@@ -4,8 +4,8 @@
     MLP        a layer is recomputed and its MLP runs backward
     attention  the same layer's attention runs backward, with the buffers of the ring
 
-The parts that live through the step (states, gathered parameters, checkpoints, ...) are added to the
-largest of the three. All functions return bytes.
+The parts that live through the step (states, gathered parameters, checkpoints, ...) are added to
+the largest of the three. All functions return bytes.
 """
 
 from __future__ import annotations
@@ -39,11 +39,13 @@ class MemoryPlan:
         parts: bytes by part, in the order of the report.
         moment: where the step peaks: "loss", "MLP backward" or "attention backward".
         at_peak: the parts alive at that moment; their sum is the total.
+        host: pinned host memory that offloaded checkpoints take, per GPU.
     """
 
     parts: dict[str, float]
     moment: str
     at_peak: frozenset[str]
+    host: float
 
     @property
     def total(self) -> float:
@@ -192,7 +194,7 @@ def ring_bytes(run: Run) -> float:
     """
     if run.cp == 1:
         return 0.0
-    kv = 2 * run.microbatch * run.local_tokens * run.shape.kv_dim / run.tp
+    kv = 2 * run.microbatch * run.local_tokens * run.ring_kv_dim / run.tp
     if run.rotate_method == "allgather":
         return run.cp * kv * (_BF16 + 1.5 * _FP32)
     return kv * (2 * _BF16 + 4 * _FP32)
@@ -230,7 +232,8 @@ def plan_memory(run: Run) -> MemoryPlan:
             "ring buffers": ring,
         },
     }
-    checkpoints = in_flight_microbatches(run) * run.layers_per_rank * checkpoint_bytes(run)
+    layers_in_flight = in_flight_microbatches(run) * run.layers_per_rank
+    checkpoints = layers_in_flight * checkpoint_bytes(run)
     loss = loss_bytes(run)
     last_stage = 0.0
     if run.pp == 1:
@@ -255,4 +258,5 @@ def plan_memory(run: Run) -> MemoryPlan:
         "framework": FRAMEWORK_BYTES,
     }
     idle = {"layer peak", "ring buffers", "loss"} - set(alive)
-    return MemoryPlan(parts, moment, frozenset(set(parts) - idle))
+    host = layers_in_flight * offloaded_bytes(run)
+    return MemoryPlan(parts, moment, frozenset(set(parts) - idle), host)

@@ -19,8 +19,8 @@ def plan_text(plan: Plan) -> str:
     capacity = gpu.memory_gib * GIB
     lines = [
         f"{run.gpus} x {gpu.name}: {mesh_text(plan)}",
-        f"{run.sequences_per_step} x {run.seq_len} tokens per step, {run.local_tokens} per rank and "
-        f"sequence; {run.layout} ring of {run.cp}, kernel {run.kernel}, {run.levers_in_use}",
+        f"{run.sequences_per_step} x {run.seq_len} tokens per step, {run.local_tokens} per rank and"
+        f" sequence; {run.layout} ring of {run.cp}, kernel {run.kernel}, {run.levers_in_use}",
         "",
         f"memory per GPU, peak in {memory.moment}",
     ]
@@ -32,17 +32,19 @@ def plan_text(plan: Plan) -> str:
     )
     if memory.total > _TIGHT * capacity and plan.fits:
         lines.append("  less than 10 % is left, and the model is good to about 15 %")
+    if memory.host:
+        lines.append(f"  host memory       {memory.host / GIB:8.2f} GiB per GPU, pinned")
     lines += ["", "time per step"]
     for name, seconds in time.parts.items():
         if seconds:
             share = seconds / time.step_seconds
-            lines.append(f"  {name:<18}{seconds:8.2f} s {share:6.1%}")
+            lines.append(f"  {name:<18}{seconds:10.4g} s {share:6.1%}")
     lines += [
-        f"  {'total':<18}{time.step_seconds:8.2f} s; bound by {time.bound_by}",
+        f"  {'total':<18}{time.step_seconds:10.4g} s; bound by {time.bound_by}",
         "",
         f"{time.tokens_per_second_per_gpu:.1f} tokens/s/GPU, "
-        f"{plan.seconds_per_billion_tokens / 3600:.1f} h and "
-        f"{plan.gpu_hours_per_billion_tokens:.0f} GPU hours per billion tokens",
+        f"{plan.seconds_per_billion_tokens / 3600:.3g} h and "
+        f"{plan.gpu_hours_per_billion_tokens:.4g} GPU hours per billion tokens",
         f"MFU {time.mfu_causal:.1%} (causal: only visible pairs count), "
         f"{time.mfu_torchtitan:.1%} (torchtitan: the full square counts)",
     ]
@@ -76,10 +78,11 @@ def hops(plan: Plan) -> dict[str, Hop]:
 
 
 def hop_text(name: str, hop: Hop) -> str:
+    verdict = "hides behind" if hop.hidden else "EXCEEDS"
     return (
-        f"ring hop {name}: {hop.bytes} bytes in {1e3 * hop.seconds:.2f} ms, "
-        f"{'hides behind' if hop.hidden else 'EXCEEDS'} its tile of {1e3 * hop.tile_seconds:.2f} ms; "
-        f"hides from {hop.hides_from_local_tokens:.0f} local tokens"
+        f"ring hop {name}: {hop.bytes} bytes in {1e3 * hop.seconds:.3g} ms, {verdict} its tile of "
+        f"{1e3 * hop.tile_seconds:.3g} ms; hides from {hop.hides_from_local_tokens:.0f} local "
+        "tokens"
     )
 
 
@@ -107,6 +110,7 @@ def plan_table(plan: Plan) -> dict[str, Any]:
             "moment": memory.moment,
             "total_bytes": round(memory.total),
             "reserved_bytes": round(memory.reserved),
+            "host_bytes": round(memory.host),
             "capacity_bytes": round(plan.gpu.memory_gib * GIB),
         },
         "fits": plan.fits,

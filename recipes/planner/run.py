@@ -41,6 +41,8 @@ class Run:
         kernel: key of `Gpu.kernels`.
         rotate_method: "ring" or "allgather".
         layout: "striped", "headtail" or "contiguous".
+        repeated_kv: keys and values are repeated to the query heads before they travel, as
+            torchtitan of 2024 did; this project never does.
         parameter_bytes: per parameter as the optimizer sees it (4, or 2 for training.dtype bf16);
             gradients have the same dtype and Adam keeps two more copies.
         virtual_stages: pipeline stages per rank.
@@ -62,6 +64,7 @@ class Run:
     rotate_method: str = "ring"
     layout: str = "striped"
     block_size: int = 1
+    repeated_kv: bool = False
     parameter_bytes: int = 4
     float8: bool = False
     compiled: bool = False
@@ -80,6 +83,11 @@ class Run:
     def local_tokens(self) -> int:
         """Tokens of one sequence on one rank: S / P."""
         return self.seq_len // self.cp
+
+    @property
+    def ring_kv_dim(self) -> int:
+        """Width of the keys, and of the values, that travel."""
+        return self.shape.query_dim if self.repeated_kv else self.shape.kv_dim
 
     @property
     def fsdp_degree(self) -> int:

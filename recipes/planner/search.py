@@ -65,7 +65,7 @@ def _meshes(run: Run, gpu: Gpu) -> Iterator[Run]:
         if rest or sequences % data_parallel:
             continue
         per_rank = sequences // data_parallel
-        # A pipeline needs at least as many microbatches as stages; otherwise one sequence at a time.
+        # A pipeline takes all sequences at once, as microbatches.
         local_batch = per_rank if pp > 1 else min(run.local_batch, per_rank)
         if per_rank % local_batch:
             continue

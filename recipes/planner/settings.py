@@ -73,8 +73,8 @@ def with_global_batch(run: Run, global_batch_size: int) -> Run:
     if global_batch_size % per_pass:
         raise ValueError(
             f"training.global_batch_size = {global_batch_size} is not a multiple of {per_pass} "
-            f"(local_batch_size {run.local_batch} x {run.dp_replicate * run.dp_shard} data-parallel "
-            "ranks)"
+            f"(local_batch_size {run.local_batch} x {run.dp_replicate * run.dp_shard} data-parallel"
+            " ranks)"
         )
     return replace(run, gradient_accumulation=global_batch_size // per_pass)
 

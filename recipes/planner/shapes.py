@@ -71,8 +71,8 @@ class ModelShape:
         return 4.0 * self.query_dim * pairs
 
 
-# Meta's published dimensions: Llama 3 (arXiv 2407.21783, table 3) and Llama 3.2 for 1B and 3B. A test
-# holds them against the flavors that training builds.
+# Meta's published dimensions: Llama 3 (arXiv 2407.21783, table 3) and Llama 3.2 for 1B and 3B. A
+# test holds them against the flavors that training builds.
 SHAPES: dict[str, ModelShape] = {
     "debugmodel": ModelShape(128, 4, 8, 4, 384, 2048, head_dim=16),
     "1B": ModelShape(2048, 16, 32, 8, 8192, 128256, head_dim=64),

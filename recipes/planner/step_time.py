@@ -70,7 +70,7 @@ class TimePlan:
 def kv_hop_bytes(run: Run) -> int:
     """Bytes of K and V that one rank sends per forward hop and layer, bf16."""
     tokens = run.microbatch * run.local_tokens
-    return _BF16 * 2 * tokens * run.shape.kv_dim // run.tp
+    return _BF16 * 2 * tokens * run.ring_kv_dim // run.tp
 
 
 def tile_pairs(run: Run) -> list[float]:
@@ -107,7 +107,7 @@ def merge_seconds(run: Run, gpu: Gpu) -> tuple[float, float]:
     if run.cp == 1:
         return 0.0, 0.0
     tokens = run.microbatch * run.local_tokens
-    query, kv = run.shape.query_dim / run.tp, 2 * run.shape.kv_dim / run.tp
+    query, kv = run.shape.query_dim / run.tp, 2 * run.ring_kv_dim / run.tp
     per_step = (2 * _FP32 + _BF16) * tokens / (gpu.hbm_gb_s * 1e9 * HBM_SHARE)
     return run.cp * query * per_step, run.cp * (query + kv) * per_step
 
@@ -217,7 +217,10 @@ def layer_time(run: Run, gpu: Gpu) -> LayerTime:
 
 
 def fsdp_seconds(run: Run, gpu: Gpu, network_gb_s: float) -> tuple[float, float, float]:
-    """Per layer: all-gather, reduce-scatter (with HSDP: all-reduce); and the output projection's."""
+    """All-gather and reduce-scatter of one layer, both of the two vocabulary matrices.
+
+    HSDP adds an all-reduce across the replicas to the reduce-scatter.
+    """
     degree = run.fsdp_degree
     if degree == 1 and run.dp_replicate == 1:
         return 0.0, 0.0, 0.0
@@ -250,7 +253,10 @@ def bubble_share(run: Run) -> float:
 
 
 def loss_seconds(run: Run, gpu: Gpu) -> tuple[float, float]:
-    """Output projection and element-wise work of the loss, per microbatch, spread over the stages."""
+    """Output projection, and element-wise work of the loss, of one microbatch.
+
+    Both are spread over the pipeline stages, as torchtitan gives the last stage fewer layers.
+    """
     tokens = run.microbatch * run.local_tokens
     flops = 6 * run.shape.embedding_parameters * tokens / run.tp
     # The logits keep bf16 in Float8 runs: torchtitan filters the output projection out.
