@@ -15,12 +15,13 @@ _KNOWN_WARNINGS = {
     "DTensor random operators may not": "cpu_host.init_weights_as_one draws none from DTensor",
     "DTensor manual_seed\\(\\) may not": "likewise",
     "Set timeout is now only supported": "torchtitan makes an idle group for experts it has not",
+    "FSDP2-wrapped module \\(FSDPEmbedding\\)": "nothing changes the embedding's output in place",
     "In CPU autocast, but the target dtype": "float32 is what mixed_precision_param asked for",
 }
 
 
 def init_console(config: StripedJobConfig, rank: int, world_size: int) -> None:
-    """Let the rank that knows the loss log to the console, and the others only warn.
+    """Let the rank that knows the loss log to the console, and the others only errors.
 
     That is rank 0, or the first rank of the last pipeline stage. As in torchtitan, LOG_RANK names
     other ranks to hear.
@@ -31,7 +32,7 @@ def init_console(config: StripedJobConfig, rank: int, world_size: int) -> None:
     os.environ.setdefault("LOG_RANK", str(loss_rank))
     init_logger()
     if str(rank) not in os.environ["LOG_RANK"].split(","):
-        logger.setLevel(logging.WARNING)
+        logger.setLevel(logging.ERROR)
     for message in _KNOWN_WARNINGS:
         warnings.filterwarnings("ignore", message=message, category=UserWarning)
     # torchrun sets it, torchtitan sets it to its own value and warns that it does.

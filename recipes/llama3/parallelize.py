@@ -95,6 +95,8 @@ def apply_fsdp(model: nn.Module, parallel_dims: ParallelDims, job_config: Stripe
         cpu_host.use_sum_reductions(model)
 
 
-def _sum_gradients(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future:
+def _sum_gradients(
+    group: dist.ProcessGroup, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     return work.get_future().then(lambda future: future.value()[0])

@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# From a fresh machine to a finished training run; see --help.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+usage() {
+    cat <<'HELP'
+Usage: scripts/quickstart.sh [--section.key value ...]
+
+Makes .venv, installs this project, and trains the debug model on the bundled
+corpus with striped context parallelism: on all GPUs of this machine, or on two
+CPU processes where there is none. Further arguments go to train.py, for example
+
+    scripts/quickstart.sh --training.steps 20
+
+A second call uses the same environment. PYTHON names the interpreter (3.10 or
+later) that makes it; the default is python3.
+HELP
+}
+
+dump_folder=outputs/quickstart/$(date +%Y%m%d-%H%M%S)
+previous=
+for argument in "$@"; do
+    case $argument in
+        --help | -h)
+            usage
+            exit 0
+            ;;
+        --job.dump_folder=*) dump_folder=${argument#*=} ;;
+    esac
+    [[ $previous != --job.dump_folder ]] || dump_folder=$argument
+    previous=$argument
+done
+
+scripts/install.sh
+source .venv/bin/activate
+
+gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
+if ((gpus > 0)); then
+    ranks=$gpus
+    # Token stripes take any multiple of the number of ranks.
+    settings=(--job.config_file train_configs/debug_gpu.toml
+        --parallelism.context_parallel_degree "$ranks"
+        --training.seq_len $((8192 / ranks * ranks)))
+else
+    ranks=2
+    settings=(--job.config_file train_configs/debug_cpu.toml)
+fi
+
+# One thread per rank, which torchrun would choose too, but not without a banner.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+torchrun --nproc_per_node "$ranks" train.py "${settings[@]}" --job.dump_folder "$dump_folder" "$@"
+
+cat <<END
+
+Done. The TensorBoard files are in $dump_folder/tb; look at them with
+
+    .venv/bin/tensorboard --logdir $dump_folder/tb --host localhost
+END
