@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torchtitan.components.dataloader import BaseDataLoader
 
-from recipes.data.packing import PACKERS, Packer
+from recipes.data.packing import PACKERS, Packer, Pending
 from recipes.data.parallel import in_background, ordered_map
 from recipes.data.records import Record
 from recipes.data.samples import Sample, build_sample, collate, padding_sample
@@ -38,7 +38,7 @@ class State(NamedTuple):
     """Where a loader stands: the documents read so far, and those of them that wait."""
 
     position: Position
-    pending: list[np.ndarray]
+    pending: list[Pending]
 
 
 class DocumentLoader(BaseDataLoader):
@@ -95,8 +95,9 @@ class DocumentLoader(BaseDataLoader):
 
     @property
     def epoch(self) -> int:
-        """How many times the documents were used up before the last one read."""
-        return self._state.position.epoch
+        """The pass over the documents, from 0, to which the next sequence belongs."""
+        position, pending = self._state
+        return pending[0].epoch if pending else position.epoch
 
     def __iter__(self) -> Iterator[Batch]:
         state = self._state if self._resumed else self._start
@@ -130,20 +131,20 @@ class DocumentLoader(BaseDataLoader):
     def _samples(self, state: State) -> Iterator[tuple[Sample, State]]:
         """Sequences after `state`, each with the state after it."""
         packer: Packer = PACKERS[self.packing](self.seq_len)
-        for tokens in state.pending:
-            packer.add(tokens)
+        for document in state.pending:
+            packer.add(document)
         position = state.position
         documents = self._documents(position)
         more = True
         while True:
-            while (packed := packer.pop(flush=not more)) is not None:
+            while (packed := packer.pop(position.epoch, flush=not more)) is not None:
                 sample = build_sample(packed, self.seq_len, self.mask)
                 yield sample, State(position, packer.pending())
             if not more:
                 return
             try:
                 position, tokens = next(documents)
-                packer.add(tokens)
+                packer.add(Pending(tokens, position.epoch))
             except StopIteration:
                 more = False
 
@@ -185,11 +186,11 @@ class DocumentLoader(BaseDataLoader):
             "source": self.source.identity,
             "epoch": position.epoch,
             "cursor": position.cursor,
-            "lengths": [len(tokens) for tokens in pending],
+            "pending": [[len(tokens), epoch, cut] for tokens, epoch, cut in pending],
         }
-        tokens = np.concatenate([np.empty(0, np.int32), *pending])
+        tokens = np.concatenate([np.empty(0, np.int32), *(document.tokens for document in pending)])
         return {
-            f"dp_rank_{self.dp_rank}": {"place": json.dumps(place), "pending": tokens.tobytes()},
+            f"dp_rank_{self.dp_rank}": {"place": json.dumps(place), "tokens": tokens.tobytes()},
             "dp_degree": self.dp_degree,
         }
 
@@ -209,8 +210,13 @@ class DocumentLoader(BaseDataLoader):
                 "dataset: the checkpoint was written while reading other documents (files were "
                 f"added, removed or changed, or other settings); restore them, {REMEDY}"
             )
-        tokens = np.frombuffer(saved["pending"], np.int32)
-        pending = np.split(tokens, np.cumsum(place["lengths"])[:-1]) if place["lengths"] else []
+        tokens = np.frombuffer(saved["tokens"], np.int32)
+        ends = np.cumsum([length for length, _, _ in place["pending"]], dtype=int)
+        parts = np.split(tokens, ends)[: len(ends)]
+        pending = [
+            Pending(part, epoch, cut)
+            for part, (_, epoch, cut) in zip(parts, place["pending"], strict=True)
+        ]
         self._state = State(Position(place["epoch"], place["cursor"]), pending)
         self._resumed = True
 

@@ -3,9 +3,9 @@
 `BestFitPacker` keeps documents whole where it can (after "Fewer Truncations Improve Language
 Modeling", arXiv 2404.10830, made to stream): every sequence begins with the oldest document that
 waits and is filled with the longest ones that still fit. A document longer than a sequence has to
-be cut anyway, so it also fills what no whole document fits into; only if none waits is the rest
-padding. The look-ahead is bounded, hence memory too, and the oldest goes first, hence none waits
-for ever.
+be cut anyway, so it may once, with its head, fill what no whole document fits into: a document of L
+tokens lies in at most ceil(L / seq_len) + 1 sequences. Only if none such waits is the rest padding.
+The look-ahead is bounded, hence memory too, and the oldest goes first, hence none waits for ever.
 
 `ConcatPacker` joins all documents and cuts every seq_len + 1 tokens, exactly as torchtitan does.
 
@@ -49,14 +49,30 @@ class Packed(NamedTuple):
     following: int
 
 
+class Pending(NamedTuple):
+    """A document that waits, or what is left of it.
+
+    tokens: (n,) int32, n >= 1.
+    epoch: the pass over the data in which it was read.
+    cut: whether its head lies in a sequence already.
+    """
+
+    tokens: np.ndarray
+    epoch: int = 0
+    cut: bool = False
+
+
 class Packer(Protocol):
-    def add(self, tokens: np.ndarray) -> None:
-        """Take a document: (n,) int32, n >= 1."""
+    def add(self, document: Pending) -> None:
+        """Take a document; epochs do not decrease."""
 
-    def pop(self, flush: bool = False) -> Packed | None:
-        """The next sequence; None while more documents are needed (flush: when none is left)."""
+    def pop(self, epoch: int = 0, flush: bool = False) -> Packed | None:
+        """The next sequence; None while more documents are needed (flush: when none is left).
 
-    def pending(self) -> list[np.ndarray]:
+        epoch: the one that is being read.
+        """
+
+    def pending(self) -> list[Pending]:
         """What waits, oldest first. Adding it to an empty packer continues exactly here."""
 
 
@@ -71,24 +87,30 @@ class BestFitPacker:
         self.seq_len = seq_len
         self._lookahead = max(_LOOKAHEAD_SEQUENCES * seq_len, _LOOKAHEAD_TOKENS)
         # By number, oldest first. (Finding the first key of a plain dict slows down as it drains.)
-        self._waiting: OrderedDict[int, np.ndarray] = OrderedDict()
+        self._waiting: OrderedDict[int, Pending] = OrderedDict()
         self._fitting: list[tuple[int, int]] = []  # (length, -number), sorted: longest, oldest last
-        self._long: list[int] = []  # numbers of those longer than a sequence, sorted
+        self._long: list[int] = []  # numbers of uncut ones longer than a sequence, sorted
         self._tokens = 0
         self._count = 0
 
-    def add(self, tokens: np.ndarray) -> None:
-        self._put(self._count, tokens)
+    def add(self, document: Pending) -> None:
+        self._put(self._count, document)
         self._count += 1
-        self._tokens += len(tokens)
+        self._tokens += len(document.tokens)
 
-    def pending(self) -> list[np.ndarray]:
+    def pending(self) -> list[Pending]:
         return list(self._waiting.values())
 
-    def pop(self, flush: bool = False) -> Packed | None:
-        if not self._waiting or (self._tokens < self._lookahead and not flush):
+    def pop(self, epoch: int = 0, flush: bool = False) -> Packed | None:
+        if not self._waiting:
             return None
-        pieces = [self._take(next(iter(self._waiting)), self.seq_len)]
+        oldest = next(iter(self._waiting))
+        # Small data: to look ahead over more than one epoch only brings the same documents again.
+        wrapped = self._waiting[oldest].epoch < epoch
+        wanted = self.seq_len if wrapped else self._lookahead
+        if self._tokens < wanted and not flush:
+            return None
+        pieces = [self._take(oldest, self.seq_len)]
         room = self.seq_len - len(pieces[0].tokens)
         while room and (number := self._best(room)) is not None:
             pieces.append(self._take(number, room))
@@ -96,7 +118,7 @@ class BestFitPacker:
         return Packed(pieces, pieces[-1].following)
 
     def _best(self, room: int) -> int | None:
-        """The longest document that fits whole, else the oldest of those that must be cut."""
+        """The longest document that fits whole, else the oldest that must be cut and was not."""
         index = bisect_right(self._fitting, (room, 0))
         if index:
             return -self._fitting[index - 1][1]
@@ -104,24 +126,24 @@ class BestFitPacker:
 
     def _take(self, number: int, room: int) -> Piece:
         """Remove up to `room` tokens from the head of a document; what is left keeps its age."""
-        tokens = self._waiting[number]
-        if len(tokens) > self.seq_len:
-            self._long.remove(number)
-        else:
+        tokens, epoch, cut = self._waiting[number]
+        if len(tokens) <= self.seq_len:
             self._fitting.pop(bisect_right(self._fitting, (len(tokens), -number)) - 1)
+        elif not cut:
+            self._long.remove(number)
         piece = _cut(tokens, room)
         self._tokens -= len(piece.tokens)
         if len(tokens) > room:
-            self._put(number, tokens[room:])
+            self._put(number, Pending(tokens[room:], epoch, cut=True))
         else:
             del self._waiting[number]
         return piece
 
-    def _put(self, number: int, tokens: np.ndarray) -> None:
-        self._waiting[number] = tokens
-        if len(tokens) <= self.seq_len:
-            insort(self._fitting, (len(tokens), -number))
-        else:
+    def _put(self, number: int, document: Pending) -> None:
+        self._waiting[number] = document
+        if len(document.tokens) <= self.seq_len:
+            insort(self._fitting, (len(document.tokens), -number))
+        elif not document.cut:
             insort(self._long, number)
 
 
@@ -134,17 +156,17 @@ class ConcatPacker:
 
     def __init__(self, seq_len: int) -> None:
         self.seq_len = seq_len
-        self._waiting: deque[np.ndarray] = deque()
+        self._waiting: deque[Pending] = deque()
         self._tokens = 0
 
-    def add(self, tokens: np.ndarray) -> None:
-        self._waiting.append(tokens)
-        self._tokens += len(tokens)
+    def add(self, document: Pending) -> None:
+        self._waiting.append(document)
+        self._tokens += len(document.tokens)
 
-    def pending(self) -> list[np.ndarray]:
+    def pending(self) -> list[Pending]:
         return list(self._waiting)
 
-    def pop(self, flush: bool = False) -> Packed | None:
+    def pop(self, epoch: int = 0, flush: bool = False) -> Packed | None:
         if not self._tokens or (self._tokens < self.seq_len + 1 and not flush):
             return None
         pieces = []
@@ -157,11 +179,11 @@ class ConcatPacker:
         return Packed(pieces, following)
 
     def _take(self, room: int) -> Piece:
-        tokens = self._waiting.popleft()
+        tokens, epoch, _ = self._waiting.popleft()
         piece = _cut(tokens, room)
         self._tokens -= len(piece.tokens)
         if len(tokens) > room:
-            self._waiting.appendleft(tokens[room:])
+            self._waiting.appendleft(Pending(tokens[room:], epoch, cut=True))
         return piece
 
 

@@ -5,7 +5,7 @@ from itertools import cycle
 
 import numpy as np
 
-from recipes.data.packing import BestFitPacker
+from recipes.data.packing import BestFitPacker, Pending
 
 # Packing is tried on so many documents at most: more would take minutes and change little.
 _PACKED_DOCUMENTS = 100_000
@@ -30,10 +30,11 @@ def packing_efficiency(lengths: Sequence[int], seq_len: int) -> tuple[float, flo
     packer = BestFitPacker(seq_len)
     total = sum(lengths)
     sequences = tokens = 0
-    for length in cycle(lengths):
+    for number, length in enumerate(cycle(lengths)):
         # An array whose elements are all the same one takes no memory, whatever its length.
-        packer.add(np.broadcast_to(np.int32(0), (length,)))
-        while (packed := packer.pop()) is not None:
+        epoch = number // len(lengths)
+        packer.add(Pending(np.broadcast_to(np.int32(0), (length,)), epoch))
+        while (packed := packer.pop(epoch)) is not None:
             sequences += 1
             tokens += sum(len(piece.tokens) for piece in packed.pieces)
         if tokens >= total:
