@@ -168,7 +168,7 @@ def _check_placements(
         if x.device_mesh != query.device_mesh or x.placements != query.placements:
             raise ValueError(
                 "query, key and value must have one mesh and equal placements; "
-                f"{name} has {x.placements}, query {query.placements}"
+                f"{name} has {x.placements!r}, query {query.placements!r}"
             )
         for mesh_axis, placement in zip(axes, x.placements, strict=True):
             dims = (SEQ_DIM,) if mesh_axis == axis else (BATCH_DIM, HEAD_DIM)
@@ -176,7 +176,7 @@ def _check_placements(
             if not replicated and placement not in [Shard(dim) for dim in dims]:
                 allowed = [f"Shard({dim})" for dim in dims] + ["Replicate()"] * (mesh_axis != axis)
                 raise ValueError(
-                    f"{name}: placement {placement} on mesh axis {mesh_axis!r} cannot work; "
+                    f"{name}: placement {placement!r} on mesh axis {mesh_axis!r} cannot work; "
                     f"allowed: {', '.join(allowed)}"
                 )
         if x.shape[HEAD_DIM] % _shards(x, HEAD_DIM):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .base import Request
-from .dense import DenseKernel, rowwise_dense
+from .dense import DenseKernel
 
 aten = torch.ops.aten
 
@@ -28,7 +28,6 @@ class CudnnKernel(DenseKernel):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
-        query, key, value = (rowwise_dense(x) for x in (query, key, value))
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
             query, key, value, None, True, 0.0, causal, False, scale=scale
         )
@@ -45,9 +44,6 @@ class CudnnKernel(DenseKernel):
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        grad_out, query, key, value, out = (
-            rowwise_dense(x) for x in (grad_out, query, key, value, out)
-        )
         # Without dropout the kernel reads no random state.
         philox = torch.zeros((), dtype=torch.int64, device=query.device)
         return aten._scaled_dot_product_cudnn_attention_backward(

@@ -86,7 +86,9 @@ def _take(mask: Mask, region: Region, x: Tensor) -> Tensor:
     x = region.of(x)
     if region.count > 1:
         x = x.transpose(1, 2).flatten(0, 1)
-    return x.flip(2) if mask is Mask.ANTICAUSAL else x
+    if mask is Mask.ANTICAUSAL:
+        x = x.flip(2)
+    return rowwise_dense(x) if x.dim() == 4 else x
 
 
 def _give(mask: Mask, region: Region, x: Tensor) -> Tensor:
@@ -97,5 +99,5 @@ def _give(mask: Mask, region: Region, x: Tensor) -> Tensor:
 
 
 def rowwise_dense(x: Tensor) -> Tensor:
-    """x, copied only if its last dimension is strided, which no fused kernel accepts."""
+    """x, copied if its last dim is strided: CUDA kernels refuse that, the CPU kernel misreads it."""
     return x if x.stride(-1) == 1 else x.contiguous(memory_format=torch.contiguous_format)

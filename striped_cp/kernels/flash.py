@@ -37,7 +37,7 @@ class FlashKernel(DenseKernel):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
-        q, k, v = (rowwise_dense(x).transpose(1, 2) for x in (query, key, value))
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         out, lse, *_ = aten._flash_attention_forward(
             q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale
         )
@@ -54,9 +54,7 @@ class FlashKernel(DenseKernel):
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        g, q, k, v, o = (
-            rowwise_dense(x).transpose(1, 2) for x in (grad_out, query, key, value, out)
-        )
+        g, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
         grads = aten._flash_attention_backward(
             g,
             q,

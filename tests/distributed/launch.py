@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 # The fork server imports torch once; ranks are forked from it in milliseconds.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed.tensor", "striped_cp"])
+_context.set_forkserver_preload(["torch", "torch.distributed.tensor", "recipes.llama3.train_spec"])
 
 
 def run_ranks(
