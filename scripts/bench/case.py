@@ -1,0 +1,99 @@
+"""What is measured: one shape of attention on one ring."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from striped_cp import Contiguous, Documents, HeadTail, Layout, Striped
+from striped_cp.kernels import Kernel, Request, choose_kernel
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Shape, dtype and ring of a measurement.
+
+    Attributes:
+        documents: lengths in tokens that sum to `seq_len`, the same in every batch row; None: one
+            document.
+    """
+
+    device: str
+    world_size: int
+    seq_len: int
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    documents: tuple[int, ...] | None
+    kernel: str
+    rotate_method: str
+
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"--heads {self.heads} must be a multiple of --kv-heads {self.kv_heads}"
+            )
+        if self.documents is not None and sum(self.documents) != self.seq_len:
+            raise ValueError(
+                f"--documents must sum to --seq-len {self.seq_len}, not {sum(self.documents)}"
+            )
+
+    @property
+    def scale(self) -> float:
+        return 1 / math.sqrt(self.head_dim)
+
+    def check(self, layouts: Iterable[Layout]) -> None:
+        """Raise ValueError unless every layout can be measured."""
+        for layout in layouts:
+            layout.check(self.seq_len, self.world_size)
+            self.chosen_kernel(layout)
+
+    def packed(self) -> Documents | None:
+        if self.documents is None:
+            return None
+        boundaries = [sum(self.documents[:i]) for i in range(len(self.documents) + 1)]
+        return Documents.from_cu_seqlens([boundaries] * self.batch)
+
+    def tensors(self, rows: int, rank: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Random query, key, value and output gradient of `rows` tokens, each (B, H, rows, D).
+
+        Views of (B, rows, H, D), as a transformer's projections leave them.
+        """
+        generator = torch.Generator(self.device).manual_seed(rank)
+
+        def random(heads: int) -> Tensor:
+            shape = (self.batch, rows, heads, self.head_dim)
+            x = torch.randn(shape, generator=generator, device=self.device, dtype=torch.float32)
+            return x.to(DTYPES[self.dtype]).transpose(1, 2)
+
+        return random(self.heads), random(self.kv_heads), random(self.kv_heads), random(self.heads)
+
+    def chosen_kernel(self, layout: Layout) -> Kernel:
+        request = Request(
+            torch.device(self.device).type,
+            DTYPES[self.dtype],
+            self.head_dim,
+            layout,
+            self.packed(),
+        )
+        return choose_kernel(self.kernel, request)
+
+
+def parse_layout(name: str) -> Layout:
+    """ "striped", "striped:BLOCK", "headtail" or "contiguous"."""
+    kind, _, block_size = name.partition(":")
+    if kind == "striped" and (not block_size or block_size.isdigit()):
+        return Striped(int(block_size or 1))
+    if name not in ("headtail", "contiguous"):
+        raise ValueError(
+            f"--layouts {name!r}: allowed are striped, striped:BLOCK, headtail, contiguous"
+        )
+    return HeadTail() if name == "headtail" else Contiguous()

@@ -1,0 +1,155 @@
+"""Clocks, peak memory, and the yardsticks of every run: the ideal, a causal and a full tile."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from striped_cp import Contiguous
+from striped_cp.tiles import Tile, tiles_of_rank
+
+from .case import Case
+
+
+class Timing(NamedTuple):
+    """Seconds of one forward and one backward."""
+
+    forward: float
+    backward: float
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+
+def median(timings: Sequence[Timing]) -> Timing:
+    return Timing(
+        statistics.median(t.forward for t in timings),
+        statistics.median(t.backward for t in timings),
+    )
+
+
+def spread(timings: Sequence[Timing]) -> float:
+    """(slowest - fastest) / median, of the totals."""
+    totals = [t.total for t in timings]
+    return (max(totals) - min(totals)) / statistics.median(totals)
+
+
+Clock = Callable[[], float]
+
+
+def wall_clock(device: str) -> Clock:
+    """Seconds, once the device has finished what was asked of it."""
+
+    def now() -> float:
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    return now
+
+
+def device_clock(device: str) -> Clock:
+    """Seconds that the device worked for this thread: what others do on the CPU does not count."""
+    return time.thread_time if device == "cpu" else wall_clock(device)
+
+
+def one_thread(device: str) -> None:
+    """One CPU thread per rank, so that a rank is a fixed amount of hardware."""
+    if device == "cpu":
+        torch.set_num_threads(1)
+
+
+def peak_memory(device: str, run: Callable[[], object]) -> int:
+    """Bytes that `run` holds at its peak beyond what was allocated before."""
+    if device == "cuda":
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler announces itself
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        run()
+    events = recorded.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    return max(accumulate(nbytes for _, nbytes in changes), default=0)
+
+
+class Yardsticks:
+    """The kernel alone, nothing merged or summed: what a ring's time is compared with."""
+
+    def __init__(self, case: Case, now: Clock) -> None:
+        self.case, self.now = case, now
+        self.kernel = case.chosen_kernel(Contiguous())
+        self.tensors = case.tensors(case.seq_len)
+        self.sequence = tiles_of_rank(Contiguous(), case.seq_len, 1, 0, case.packed())[0]
+        # In a contiguous ring of two, rank 1 sees itself causally and rank 0 fully.
+        self.rows = case.seq_len // case.world_size
+        self.causal, self.full = tiles_of_rank(Contiguous(), 2 * self.rows, 2, 1)
+
+    def ideal(self) -> Timing:
+        """The whole sequence, with the case's documents, on one device; divided by P."""
+        forward, backward = self._time(self.tensors, self.sequence)
+        return Timing(forward / self.case.world_size, backward / self.case.world_size)
+
+    def causal_tile(self) -> Timing:
+        return self._time([x[:, :, : self.rows] for x in self.tensors], self.causal)
+
+    def full_tile(self) -> Timing:
+        return self._time([x[:, :, : self.rows] for x in self.tensors], self.full)
+
+    def _time(self, tensors: Sequence[Tensor], tile: Tile) -> Timing:
+        query, key, value, grad_out = tensors
+        case, kernel, now = self.case, self.kernel, self.now
+        started = now()
+        partials = list(kernel.forward(query, key, value, tile, case.scale))
+        forward = now() - started
+        out, lse = _assembled(query, partials)
+        del partials
+        started = now()
+        for _ in kernel.backward(grad_out, query, key, value, out, lse, tile, case.scale):
+            pass
+        return Timing(forward, now() - started)
+
+
+def _assembled(query: Tensor, partials: list) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a tile whose partial results have no row in common."""
+    out = torch.empty_like(query)
+    lse = query.new_empty(query.shape[:3], dtype=partials[0].lse.dtype)
+    for partial in partials:
+        partial.queries.of(out).copy_(partial.out)
+        partial.queries.of(lse).copy_(partial.lse)
+    return out, lse
+
+
+def _directly(measured: Callable[[], Timing]) -> Timing:
+    return measured()
+
+
+class Samples:
+    """What a mode measured, one Timing per repeat; `peak` in bytes by layout."""
+
+    def __init__(self, peak: dict[str, int]) -> None:
+        self.peak = peak
+        self.rings: dict[str, list[Timing]] = {name: [] for name in peak}
+        self.ideal: list[Timing] = []
+        self.causal: list[Timing] = []
+        self.full: list[Timing] = []
+
+    def add_yardsticks(
+        self,
+        yardsticks: Yardsticks,
+        slowest: Callable[[Callable[[], Timing]], Timing] = _directly,
+    ) -> None:
+        self.ideal.append(slowest(yardsticks.ideal))
+        self.causal.append(slowest(yardsticks.causal_tile))
+        self.full.append(slowest(yardsticks.full_tile))

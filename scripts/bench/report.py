@@ -1,0 +1,103 @@
+"""Rows of results: as JSON, as a table, as a plot."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .case import Case
+from .measure import Samples, median, spread
+
+Row = dict[str, Any]
+
+
+def rows_of(case: Case, mode: str, samples: Samples) -> list[Row]:
+    """One row per layout. Times in seconds, medians over the repeats; spreads relative to them.
+
+    kernel_limit: the largest speedup over the contiguous ring that the kernel allows for one
+    document, (c + P - 1) / (P c), where c is the time of a causal tile over that of a full one.
+    """
+    ideal = median(samples.ideal).total
+    c = median(samples.causal).total / median(samples.full).total
+    size = case.world_size
+    limit = None if case.documents else (c + size - 1) / (size * c)
+    contiguous = samples.rings.get("contiguous")
+    rows = []
+    for name, timings in samples.rings.items():
+        forward, backward = median(timings)
+        total = statistics.median(t.total for t in timings)
+        rows.append(
+            {
+                "layout": name,
+                "mode": mode,
+                "world_size": size,
+                "seq_len": case.seq_len,
+                "documents": None if case.documents is None else list(case.documents),
+                "forward_s": forward,
+                "backward_s": backward,
+                "total_s": total,
+                "ideal_s": ideal,
+                "efficiency": ideal / total,
+                "speedup_vs_contiguous": contiguous
+                and statistics.median(t.total for t in contiguous) / total,
+                "kernel_limit": limit,
+                "causal_tile_share": c,
+                "total_spread": spread(timings),
+                "ideal_spread": spread(samples.ideal),
+                "repeats": len(timings),
+                "peak_bytes": samples.peak[name],
+                "device": case.device,
+                "dtype": case.dtype,
+                "batch": case.batch,
+                "heads": case.heads,
+                "kv_heads": case.kv_heads,
+                "head_dim": case.head_dim,
+                "kernel": case.kernel,
+                "rotate_method": case.rotate_method,
+            }
+        )
+    return rows
+
+
+def write_json(path: Path, rows: Sequence[Row]) -> None:
+    """A JSON list, one row a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Rows for people: times in ms, ratios, peak memory of a rank in MiB."""
+    header = ["layout", "P", "S", "docs", "forward", "backward", "total", "+-", "ideal"]
+    header += ["efficiency", "speedup", "limit", "MiB"]
+    cells = [header]
+    for row in rows:
+        cells.append(
+            [
+                row["layout"],
+                str(row["world_size"]),
+                str(row["seq_len"]),
+                str(len(row["documents"] or [1])),
+                *(f"{1000 * row[key]:.1f}" for key in ("forward_s", "backward_s", "total_s")),
+                f"{row['total_spread'] / 2:.1%}",
+                f"{1000 * row['ideal_s']:.1f}",
+                f"{row['efficiency']:.3f}",
+                _ratio(row["speedup_vs_contiguous"]),
+                _ratio(row["kernel_limit"]),
+                f"{row['peak_bytes'] / 2**20:.1f}",
+            ]
+        )
+    widths = [max(len(line[i]) for line in cells) for i in range(len(header))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in cells
+    )
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

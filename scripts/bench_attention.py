@@ -1,0 +1,137 @@
+"""Layouts of ring attention side by side: time, efficiency and memory, forward and backward.
+
+    # two gloo ranks on this machine's CPU (add --device cuda for NCCL)
+    python scripts/bench_attention.py --mode distributed --world-size 2 --seq-len 16384
+
+    # the same under torchrun
+    torchrun --nproc_per_node 2 scripts/bench_attention.py --mode distributed --seq-len 16384
+
+    # every tile of an 8-rank ring, on one device; two packed documents
+    python scripts/bench_attention.py --mode virtual --world-size 8 --seq-len 65536 \
+        --heads 1 --kv-heads 1 --head-dim 128 --documents 49152,16384
+
+In virtual mode the time of a ring is the sum over its steps of the slowest rank. The ideal, timed
+in the same run, is the kernel on the whole sequence on one device, divided by the number of ranks.
+On the CPU every rank has one thread. Lists of world sizes and lengths measure every combination.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from itertools import product
+from pathlib import Path
+
+import torch.distributed as dist
+from bench import distributed, virtual
+from bench.case import DTYPES, Case, parse_layout
+from bench.plot import plot, require_matplotlib
+from bench.report import rows_of, table, write_json
+
+from striped_cp.kernels import KERNELS
+
+
+def integers(text: str) -> tuple[int, ...]:
+    """Positive numbers separated by commas."""
+    try:
+        numbers = tuple(int(x) for x in text.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: allowed are positive integers separated by commas"
+        )
+    return numbers
+
+
+def positive(text: str) -> int:
+    (number,) = integers(text) if "," not in text else (0,)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: allowed is one positive integer")
+    return number
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--mode", choices=["distributed", "virtual"], default="virtual")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument(
+        "--world-size", type=integers, help="P, or a list; default 2, or torchrun's"
+    )
+    parser.add_argument("--seq-len", type=integers, default=(16384,), help="S, or a list")
+    parser.add_argument("--batch", type=positive, default=1)
+    parser.add_argument("--heads", type=positive, default=8)
+    parser.add_argument("--kv-heads", type=positive, default=2)
+    parser.add_argument("--head-dim", type=positive, default=64)
+    parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
+    parser.add_argument(
+        "--layouts", default="striped,headtail,contiguous", help="also striped:BLOCK"
+    )
+    parser.add_argument("--documents", type=integers, help="lengths that sum to S")
+    parser.add_argument("--kernel", choices=["auto", *KERNELS], default="auto")
+    parser.add_argument("--rotate-method", choices=["ring", "allgather"], default="ring")
+    parser.add_argument("--repeats", type=positive, default=5)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="one row per layout")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="a PNG; needs matplotlib")
+    return parser.parse_args()
+
+
+def world_sizes(arguments: argparse.Namespace) -> tuple[int, ...]:
+    if not distributed.under_torchrun():
+        return arguments.world_size or (2,)
+    size = int(os.environ["WORLD_SIZE"])
+    if arguments.mode != "distributed" or arguments.world_size not in (None, (size,)):
+        raise ValueError(
+            f"under torchrun only --mode distributed with --world-size {size}, torchrun's, works"
+        )
+    return (size,)
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    if arguments.plot:
+        require_matplotlib()
+    layouts = {name: parse_layout(name) for name in arguments.layouts.split(",")}
+    cases = [
+        Case(
+            device=arguments.device,
+            world_size=world_size,
+            seq_len=seq_len,
+            batch=arguments.batch,
+            heads=arguments.heads,
+            kv_heads=arguments.kv_heads,
+            head_dim=arguments.head_dim,
+            dtype=arguments.dtype,
+            documents=arguments.documents,
+            kernel=arguments.kernel,
+            rotate_method=arguments.rotate_method,
+        )
+        for world_size, seq_len in product(world_sizes(arguments), arguments.seq_len)
+    ]
+    for case in cases:
+        case.check(layouts.values())
+    measure = (distributed if arguments.mode == "distributed" else virtual).measure
+    rows = []
+    for case in cases:
+        samples = measure(case, layouts, arguments.repeats)
+        if samples is not None:
+            rows += rows_of(case, arguments.mode, samples)
+    if distributed.under_torchrun():
+        dist.destroy_process_group()
+    if not rows:
+        return
+    print(table(rows))
+    if arguments.json:
+        write_json(arguments.json, rows)
+    if arguments.plot:
+        plot(arguments.plot, rows)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ValueError as error:
+        sys.exit(f"bench_attention.py: {error}")
