@@ -99,5 +99,5 @@ def _give(mask: Mask, region: Region, x: Tensor) -> Tensor:
 
 
 def rowwise_dense(x: Tensor) -> Tensor:
-    """x, copied if its last dim is strided: CUDA kernels refuse that, the CPU kernel misreads it."""
+    """x, copied if its last dim is strided: CUDA kernels refuse it, the CPU kernel misreads it."""
     return x if x.stride(-1) == 1 else x.contiguous(memory_format=torch.contiguous_format)
