@@ -1,0 +1,54 @@
+"""Each memory lever alone and all together: the loss and gradients of the plain model on one rank.
+
+The plain model has whole logits, no checkpointing and no chunks. Tolerance 1e-5, float32.
+"""
+
+import pytest
+
+from tests.distributed.launch import run_ranks
+from tests.distributed.model_step import compare_step, save_step
+
+PLAIN = ["--memory.loss_chunk_tokens", "0", "--activation_checkpoint.mode", "none"]
+FULL = ["--activation_checkpoint.mode", "full"]
+LEVERS = {
+    "none": [],
+    "loss": ["--memory.loss_chunk_tokens", "24"],
+    "mlp": ["--memory.mlp_chunk_tokens", "24"],
+    "checkpoints": FULL,
+    "recompute attention": [*FULL, "--memory.recompute_attention"],
+    "offload": [*FULL, "--memory.offload_checkpoints"],
+    "all": [
+        *FULL,
+        "--memory.offload_checkpoints",
+        *["--memory.loss_chunk_tokens", "24", "--memory.mlp_chunk_tokens", "24"],
+    ],
+}
+LAYOUTS = {
+    "cp1": (1, ["--parallelism.context_parallel_degree", "1"]),
+    "cp2": (2, ["--parallelism.context_parallel_degree", "2"]),
+    "cp4": (4, ["--parallelism.context_parallel_degree", "4"]),
+    "tp2": (2, ["--parallelism.context_parallel_degree", "1", *"--parallelism.tensor_parallel_degree 2".split()]),
+    "cp2 tp2": (4, ["--parallelism.context_parallel_degree", "2", *"--parallelism.tensor_parallel_degree 2".split()]),
+    "pp2": (2, ["--parallelism.context_parallel_degree", "1", *"--parallelism.pipeline_parallel_degree 2".split()]),
+    "cp2 pp2": (4, ["--parallelism.context_parallel_degree", "2", *"--parallelism.pipeline_parallel_degree 2".split()]),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("plain") / "step.pt")
+    run_ranks(1, save_step, path, *PLAIN, "--parallelism.context_parallel_degree", "1")
+    return path
+
+
+def compare_all(path, overrides, names):
+    return {name: compare_step(path, *overrides, *PLAIN, *LEVERS[name]) for name in names}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_loss_and_gradients(layout, plain):
+    world_size, overrides = LAYOUTS[layout]
+    for errors in run_ranks(world_size, compare_all, plain, overrides, list(LEVERS)):
+        for name, error in errors.items():
+            assert error["loss"] < 1e-5, (name, error)
+            assert error["gradients"] < 1e-5, (name, error)
