@@ -30,4 +30,4 @@ esac
 scripts/install.sh dev
 # One thread per process: tests run in parallel, and many of them start ranks of their own.
 export OMP_NUM_THREADS=1
-exec .venv/bin/python -m pytest --numprocesses 2 --dist worksteal "${selection[@]}" "$@"
+exec .venv/bin/python -m pytest --numprocesses 2 --dist worksteal ${selection[@]+"${selection[@]}"} "$@"
