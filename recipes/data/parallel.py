@@ -32,11 +32,14 @@ def ordered_map(
         while futures:
             yield futures.popleft().result()
     finally:
-        _drop(pool, futures)
+        _stop(pool, futures, wait=False)
 
 
 def in_background(items: Iterator[T], depth: int) -> Iterator[T]:
-    """`items`, with up to `depth` of them computed ahead by one thread."""
+    """`items`, with up to `depth` of them computed ahead by one thread.
+
+    In the end it waits for that thread: nothing uses `items` any more.
+    """
     pool = ThreadPoolExecutor(1, thread_name_prefix="batches")
     futures: deque[Future] = deque()
     try:
@@ -45,12 +48,11 @@ def in_background(items: Iterator[T], depth: int) -> Iterator[T]:
             futures.append(pool.submit(next, items, _END))
             yield item
     finally:
-        _drop(pool, futures)
+        _stop(pool, futures, wait=True)
 
 
-def _drop(pool: Executor, futures: Iterable[Future]) -> None:
-    """Stop an executor without waiting for the calls that run."""
+def _stop(pool: Executor, futures: Iterable[Future], wait: bool) -> None:
     # Not shutdown(cancel_futures=True): it fails in a generator that Python's exit closes.
     for future in futures:
         future.cancel()
-    pool.shutdown(wait=False)
+    pool.shutdown(wait=wait)

@@ -6,7 +6,6 @@ begins with the next one. Document i of a pass belongs to data-parallel rank i m
 of one context- or tensor-parallel group read the same, others read different documents.
 """
 
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,8 +126,8 @@ class HubSource:
     ) -> Iterator[tuple[Cursor, Record | np.ndarray]]:
         done = cursor["row"] if cursor else 0
         if streaming := isinstance(self._dataset, datasets.IterableDataset):
-            # A copy for each pass: one that was moved to a saved place begins there ever after.
-            part = split_dataset_by_node(copy.deepcopy(self._dataset), rank, degree)
+            # A new object for each pass: one moved to a saved place begins there ever after.
+            part = split_dataset_by_node(self._dataset, rank, degree)
             part.set_epoch(epoch)
             if cursor:
                 part.load_state_dict(cursor["state"])
