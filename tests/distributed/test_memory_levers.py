@@ -23,21 +23,24 @@ LEVERS = {
         *["--memory.loss_chunk_tokens", "24", "--memory.mlp_chunk_tokens", "24"],
     ],
 }
+CP = "--parallelism.context_parallel_degree"
+TP = "--parallelism.tensor_parallel_degree"
+PP = "--parallelism.pipeline_parallel_degree"
 LAYOUTS = {
-    "cp1": (1, ["--parallelism.context_parallel_degree", "1"]),
-    "cp2": (2, ["--parallelism.context_parallel_degree", "2"]),
-    "cp4": (4, ["--parallelism.context_parallel_degree", "4"]),
-    "tp2": (2, ["--parallelism.context_parallel_degree", "1", *"--parallelism.tensor_parallel_degree 2".split()]),
-    "cp2 tp2": (4, ["--parallelism.context_parallel_degree", "2", *"--parallelism.tensor_parallel_degree 2".split()]),
-    "pp2": (2, ["--parallelism.context_parallel_degree", "1", *"--parallelism.pipeline_parallel_degree 2".split()]),
-    "cp2 pp2": (4, ["--parallelism.context_parallel_degree", "2", *"--parallelism.pipeline_parallel_degree 2".split()]),
-}  # fmt: skip
+    "cp1": (1, [CP, "1"]),
+    "cp2": (2, [CP, "2"]),
+    "cp4": (4, [CP, "4"]),
+    "tp2": (2, [CP, "1", TP, "2"]),
+    "cp2 tp2": (4, [CP, "2", TP, "2"]),
+    "pp2": (2, [CP, "1", PP, "2"]),
+    "cp2 pp2": (4, [CP, "2", PP, "2"]),
+}
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     path = str(tmp_path_factory.mktemp("plain") / "step.pt")
-    run_ranks(1, save_step, path, *PLAIN, "--parallelism.context_parallel_degree", "1")
+    run_ranks(1, save_step, path, *PLAIN, CP, "1")
     return path
 
 

@@ -1,0 +1,89 @@
+"""What the memory levers cannot go together with is refused, naming both settings."""
+
+import pytest
+
+from recipes import memory_checks, offload
+from recipes.config import load_config
+from recipes.memory_checks import offloaded_bytes_per_rank
+
+CONFIG = ["--job.config_file", "train_configs/debug_cpu.toml"]
+OP = [
+    "--activation_checkpoint.mode",
+    "selective",
+    "--activation_checkpoint.selective_ac_option",
+    "op",
+]
+EVERY_OTHER = ["--activation_checkpoint.mode", "selective"]
+FULL = ["--activation_checkpoint.mode", "full"]
+COMPILED = ["--compile.enable"]
+OFFLOAD = ["--memory.offload_checkpoints"]
+FLOAT8 = ["--model.converters", "quantize.linear.float8"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "names"),
+    [
+        (OFFLOAD, ["memory.offload_checkpoints = true", 'activation_checkpoint.mode = "none"']),
+        ([*OFFLOAD, *OP], ["memory.offload_checkpoints = true", 'selective_ac_option = "op"']),
+        ([*OFFLOAD, *FULL, *COMPILED], ["offload_checkpoints = true", "compile.enable = false"]),
+        (["--memory.recompute_attention"], ["memory.recompute_attention = true", '"none"']),
+        (["--memory.mlp_chunk_tokens", "8", *OP], ["memory.mlp_chunk_tokens = 8", '"op"']),
+        (FLOAT8, ["memory.loss_chunk_tokens = 2048", 'filter_fqns = ["output"]']),
+        (
+            ["--parallelism.disable_loss_parallel", "--parallelism.tensor_parallel_degree", "2"],
+            ["memory.loss_chunk_tokens = 2048", "parallelism.disable_loss_parallel"],
+        ),
+        (["--memory.loss_chunk_tokens", "-1"], ["memory.loss_chunk_tokens = -1", "at least 0"]),
+    ],
+)
+def test_refused(overrides, names):
+    with pytest.raises(ValueError, match=r"debug_cpu\.toml|command line") as error:
+        load_config([*CONFIG, *overrides])
+    for name in names:
+        assert name in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [*OFFLOAD, *FULL],
+        [*OFFLOAD, *EVERY_OTHER, "--memory.recompute_attention"],
+        [*FULL, *COMPILED, "--memory.mlp_chunk_tokens", "8"],
+        [*FLOAT8, "--quantize.linear.float8.filter_fqns", "output"],
+        [*FLOAT8, "--memory.loss_chunk_tokens", "0"],
+    ],
+)
+def test_accepted(overrides):
+    load_config([*CONFIG, *overrides])
+
+
+def test_host_without_room_is_refused_at_startup(monkeypatch):
+    """8B at 1M on 8 ranks of one host: 32 layers x 2 tensors of 1 GiB x 8 ranks = 512 GiB."""
+    config = load_config(["--job.config_file", "train_configs/llama3_8b_1m_8gpu.toml"])
+    assert offloaded_bytes_per_rank(config) == pytest.approx(64 * 2**30, rel=0.02)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setattr(offload, "host_memory_available", lambda: 300 * 2**30)
+    with pytest.raises(
+        ValueError, match=r"offload_checkpoints = true: .* 512\.. GiB .* 300\.0 GiB"
+    ):
+        memory_checks.check_host_memory(config)
+    monkeypatch.setattr(offload, "host_memory_available", lambda: 1000 * 2**30)
+    memory_checks.check_host_memory(config)
+
+
+def test_host_without_room_is_an_error_at_run_time(monkeypatch):
+    import torch
+
+    def full(*args, **kwargs):
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch, "empty_like", full)
+    with pytest.raises(
+        RuntimeError, match=r"offload_checkpoints: the host has no room for 0\.50 GiB"
+    ):
+        offload._empty_on_host(torch.empty(2**29, dtype=torch.int8, device="meta"))
+
+
+def test_available_host_memory_is_read():
+    assert 2**20 < offload.host_memory_available() < 2**50
