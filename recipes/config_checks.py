@@ -223,6 +223,7 @@ def check_launch(config: "StripedJobConfig", world_size: int) -> None:
     data_parallel = _check_degrees(config, world_size)
     _check_batch(config, data_parallel)
     _check_files(config)
+    _check_data(config, data_parallel)
     if config.checkpoint.create_seed_checkpoint and world_size != 1:
         why = f"a seed checkpoint is made by one rank, WORLD_SIZE is {world_size}"
         raise InvalidSetting("checkpoint.create_seed_checkpoint", True, why, "false")
@@ -289,9 +290,10 @@ def _check_files(config: "StripedJobConfig") -> None:
     if load_path and "://" not in load_path and not os.path.isdir(load_path):
         allowed = "the folder of one step of a checkpoint"
         raise InvalidSetting("checkpoint.initial_load_path", load_path, "no such folder", allowed)
-    # Imported late: `datasets` takes long to import, and the planner needs none of it.
-    from recipes.data.dataset import check_dataset
 
-    check_dataset(config, "training")
-    if config.validation.enable:
-        check_dataset(config, "validation")
+
+def _check_data(config: "StripedJobConfig", data_parallel: int) -> None:
+    # Imported late: `datasets` takes long to import, and the planner needs none of it.
+    from recipes.data.checks import check_data
+
+    check_data(config, data_parallel)

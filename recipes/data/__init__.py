@@ -7,7 +7,6 @@ from typing import Any
 
 from recipes.data.dataset import build_source, check_documents
 from recipes.data.loader import DocumentLoader
-from recipes.data.resume import check_checkpoint
 from recipes.data.samples import packing_stats
 
 __all__ = [
@@ -24,9 +23,8 @@ def build_dataloader(
     """The loader of [training]: `build_dataloader_fn` of a torchtitan train spec.
 
     Raises:
-        ValueError: the data, or the checkpoint to resume from, does not fit this run.
+        ValueError: the data does not fit this run.
     """
-    check_checkpoint(job_config, dp_world_size)
     return _build("training", dp_world_size, dp_rank, tokenizer, job_config, infinite)
 
 

@@ -1,4 +1,4 @@
-"""What `dataset` and its companions in [training] and [validation] mean."""
+"""The source of documents that `dataset` and its companions in a section name."""
 
 from functools import partial
 from itertools import islice
@@ -9,67 +9,17 @@ from typing import Any
 import datasets
 from torchtitan.hf_datasets.text_datasets import DATASETS
 
-from recipes.config_types import InvalidSetting
-from recipes.data.files import digest, find_files
-from recipes.data.records import SUFFIXES, Record
+from recipes.data.files import digest
+from recipes.data.records import Record
 from recipes.data.shards import is_shard_folder
 from recipes.data.sources import FileSource, HubSource, PreparedSource, Source
 from recipes.data.tokens import tokenizer_identity
 
 SAMPLE = Path(__file__).parents[2] / "assets" / "corpus" / "austen.jsonl.gz"
 
-_NAMES = '"sample", "local" with dataset_path, {}, or owner/name of a Hugging Face dataset'
-
-
-def check_dataset(config: Any, section: str) -> None:
-    """Check the dataset settings of a section ("training" or "validation") against this host.
-
-    Raises:
-        InvalidSetting: an unknown dataset, files that are not there, or options that do not apply.
-    """
-    data = getattr(config, section)
-    name, path = data.dataset, data.dataset_path
-    if name == "local":
-        _check_path(section, path)
-    elif name != "sample" and name not in DATASETS and "/" not in name:
-        allowed = _NAMES.format(", ".join(f'"{n}"' for n in DATASETS))
-        raise InvalidSetting(f"{section}.dataset", name, "unknown dataset", allowed)
-    elif path is not None and name not in DATASETS:
-        why = f"dataset is {name!r}, which has no path"
-        raise InvalidSetting(f"{section}.dataset_path", path, why, 'with dataset = "local"')
-    prepared = name == "local" and is_shard_folder(Path(path))
-    fixed = prepared or name == "sample" or name in DATASETS
-    if data.text_column != "text" and fixed:
-        why = f"dataset {'is prepared' if prepared else repr(name)}, its text is known"
-        raise InvalidSetting(f"{section}.text_column", data.text_column, why, '"text"')
-    for key, default in (("dataset_subset", None), ("dataset_split", "train")):
-        value = getattr(data, key)
-        if value != default and (name in ("local", "sample") or name in DATASETS):
-            why = f"dataset is {name!r}"
-            raise InvalidSetting(f"{section}.{key}", value, why, "with a Hugging Face dataset")
-    seed = config.documents.shuffle_seed
-    if section == "training" and seed is not None and not prepared:
-        allowed = "with a folder that scripts/prepare_documents.py wrote"
-        raise InvalidSetting("documents.shuffle_seed", seed, "needs prepared documents", allowed)
-
-
-def _check_path(section: str, path: str | None) -> None:
-    key = f"{section}.dataset_path"
-    allowed = (
-        f"a file, a folder or a glob of {', '.join(SUFFIXES)}, or a folder that "
-        "scripts/prepare_documents.py wrote"
-    )
-    if path is None:
-        raise InvalidSetting(key, path, 'dataset is "local"', allowed)
-    if not is_shard_folder(Path(path)):
-        try:
-            find_files(path)
-        except ValueError as error:
-            raise InvalidSetting(key, path, str(error), allowed) from None
-
 
 def build_source(config: Any, section: str, tokenizer: Any) -> Source:
-    """The source of documents that a section names. `check_dataset` has passed.
+    """The source of documents that a section names. `checks.check_data` has passed.
 
     Raises:
         ValueError: a prepared folder does not fit the tokenizer, or a dataset cannot be opened.

@@ -168,10 +168,11 @@ def test_another_data_parallel_degree_is_refused_by_name(checkpoint, degree):
         r".*exclude_from_loading"
     )
     with pytest.raises(ValueError, match=message):
-        build_dataloader(degree, 0, NumberTokenizer(), checkpoint)
+        check_checkpoint(checkpoint, degree)
 
 
 def test_the_same_degree_loads_and_leaving_the_data_out_is_a_way_on(checkpoint):
+    check_checkpoint(checkpoint, 2)
     part = build_dataloader(2, 1, NumberTokenizer(), checkpoint)
     dcp.load({"dataloader": part}, checkpoint_id=f"{checkpoint.job.dump_folder}/checkpoint/step-4")
     checkpoint.checkpoint.exclude_from_loading = ["dataloader"]
@@ -191,7 +192,7 @@ def test_a_checkpoint_of_torchtitans_loader_is_refused(files, tmp_path):
     )
     config = settings(files, job__dump_folder=str(tmp_path / "out"), checkpoint__enable=True)
     with pytest.raises(ValueError, match="written by another data loader"):
-        build_dataloader(1, 0, NumberTokenizer(), config)
+        check_checkpoint(config, 1)
 
 
 def test_the_state_is_plain_and_small(files):
