@@ -13,10 +13,12 @@ import torch
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import device_module
 from torchtitan.train import Trainer
 
 from recipes.batch import BatchSharder, plain_loss
 from recipes.config import StripedJobConfig
+from recipes.planner.log import plan_line
 
 
 class Microbatch(NamedTuple):
@@ -33,6 +35,8 @@ class StripedTrainer(Trainer):
     def __init__(self, job_config: StripedJobConfig) -> None:
         super().__init__(job_config)
         self.sharder = BatchSharder(job_config, self.parallel_dims)
+        device_name = device_module.get_device_name(self.device)
+        logger.info(plan_line(job_config, self.parallel_dims.world_size, device_name))
 
     def batch_generator(
         self, data_iterable: Iterable[tuple[dict[str, torch.Tensor], torch.Tensor]]
