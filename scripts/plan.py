@@ -14,6 +14,7 @@ import argparse
 import importlib.util
 import json
 import shlex
+import signal
 import sys
 import types
 from pathlib import Path
@@ -162,4 +163,5 @@ def override_keys(overrides: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly when a pager does
     sys.exit(main(sys.argv[1:]))

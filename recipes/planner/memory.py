@@ -111,11 +111,7 @@ def in_flight_microbatches(run: Run) -> float:
 
 
 def checkpoint_bytes(run: Run) -> float:
-    """What one layer keeps on the GPU from forward to backward, for one microbatch.
-
-    Offloading sends the block input to the host, and with full checkpointing the attention output
-    too.
-    """
+    """What one layer keeps on the GPU from forward to backward, for one microbatch."""
     shape, levers = run.shape, run.levers
     mode = levers.checkpointing
     if mode.startswith("every_"):
@@ -123,29 +119,29 @@ def checkpoint_bytes(run: Run) -> float:
         full = replace(run, levers=replace(levers, checkpointing="full"))
         none = replace(run, levers=replace(levers, checkpointing="none"))
         return share * checkpoint_bytes(full) + (1 - share) * checkpoint_bytes(none)
-    width = 0 if levers.offload_checkpoints else shape.dim
     if mode == "none":
-        width += 3 * shape.dim + 2 * shape.query_dim + 2 * shape.kv_dim
+        width = 4 * shape.dim + 2 * shape.query_dim + 2 * shape.kv_dim
         width += 4 * shape.ffn_dim if not levers.mlp_chunk_tokens else 0
     elif mode == "full":
-        kept = not (levers.recompute_attention or levers.offload_checkpoints)
-        width += shape.query_dim if kept else 0
+        width = shape.dim + (0 if levers.recompute_attention else shape.query_dim)
+        width = 0 if levers.offload_checkpoints else width
     else:
-        # Every second matrix product is kept: wq, wv, w1, w2. w2's output is a partial sum over
-        # tensor-parallel ranks, as wide as the model.
-        width += shape.query_dim + shape.kv_dim + shape.dim * run.tp
-        width += shape.ffn_dim if not levers.mlp_chunk_tokens else 0
+        # Beside the block input, every second matrix product is kept: wq, wv, w1, w2. w2's output
+        # is a partial sum over tensor-parallel ranks, as wide as the model.
+        width = shape.dim + shape.query_dim + shape.kv_dim + shape.ffn_dim + shape.dim * run.tp
         width += 0 if levers.recompute_attention else shape.query_dim
     return _BF16 * width * run.microbatch * run.local_tokens / run.tp
 
 
 def offloaded_bytes(run: Run) -> float:
-    """What one layer sends to host memory, for one microbatch."""
+    """What one checkpointed layer sends to host memory, for one microbatch.
+
+    Its input and, unless it is computed again, its attention output.
+    """
     shape, levers = run.shape, run.levers
     if not levers.offload_checkpoints:
         return 0.0
-    attention = levers.checkpointing == "full" and not levers.recompute_attention
-    width = shape.dim + (shape.query_dim if attention else 0)
+    width = shape.dim + (0 if levers.recompute_attention else shape.query_dim)
     return _BF16 * width * run.microbatch * run.local_tokens / run.tp
 
 

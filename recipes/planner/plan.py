@@ -9,6 +9,9 @@ from recipes.planner.memory import GIB, MemoryPlan, plan_memory
 from recipes.planner.run import Run
 from recipes.planner.step_time import TimePlan, plan_time
 
+# The memory model is good to about 15 %: a plan that takes more than this share is a gamble.
+COMFORTABLE = 0.9
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -22,6 +25,11 @@ class Plan:
     @property
     def fits(self) -> bool:
         return self.memory.total <= self.gpu.memory_gib * GIB
+
+    @property
+    def comfortable(self) -> bool:
+        """Fits with room for what the model does not know."""
+        return self.memory.total <= COMFORTABLE * self.gpu.memory_gib * GIB
 
     @property
     def seconds_per_billion_tokens(self) -> float:

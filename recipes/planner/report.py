@@ -9,14 +9,10 @@ from recipes.planner.memory import GIB
 from recipes.planner.plan import Plan
 from recipes.planner.step_time import Hop
 
-# Less room than this is worth a word: the model is good to about 15 %.
-_TIGHT = 0.9
-
 
 def plan_text(plan: Plan) -> str:
     """The whole report for one run."""
     run, gpu, memory, time = plan.run, plan.gpu, plan.memory, plan.time
-    capacity = gpu.memory_gib * GIB
     lines = [
         f"{run.gpus} x {gpu.name}: {mesh_text(plan)}",
         f"{run.sequences_per_step} x {run.seq_len} tokens per step, {run.local_tokens} per rank and"
@@ -30,7 +26,7 @@ def plan_text(plan: Plan) -> str:
     lines.append(
         f"  {'total':<18}{memory.total / GIB:8.2f} GiB of {gpu.memory_gib:g}: {fit_text(plan)}"
     )
-    if memory.total > _TIGHT * capacity and plan.fits:
+    if plan.fits and not plan.comfortable:
         lines.append("  less than 10 % is left, and the model is good to about 15 %")
     if memory.host:
         lines.append(f"  host memory       {memory.host / GIB:8.2f} GiB per GPU, pinned")
@@ -79,10 +75,11 @@ def hops(plan: Plan) -> dict[str, Hop]:
 
 def hop_text(name: str, hop: Hop) -> str:
     verdict = "hides behind" if hop.hidden else "EXCEEDS"
+    length = hop.hides_from_local_tokens
+    hides = "never hides" if length is None else f"hides from {length:.0f} local tokens"
     return (
         f"ring hop {name}: {hop.bytes} bytes in {1e3 * hop.seconds:.3g} ms, {verdict} its tile of "
-        f"{1e3 * hop.tile_seconds:.3g} ms; hides from {hop.hides_from_local_tokens:.0f} local "
-        "tokens"
+        f"{1e3 * hop.tile_seconds:.3g} ms; {hides}"
     )
 
 

@@ -16,7 +16,7 @@ _MLP_CHUNK = 8192
 
 
 def search(run: Run, gpu: Gpu, network_gb_s: float, kernels: tuple[str, ...]) -> list[Plan]:
-    """The best plan of every mesh on which `run` fits, fastest first.
+    """The best plan of every mesh on which `run` fits comfortably, fastest first.
 
     Every mesh of `run.gpus` GPUs is tried with every combination of memory levers. The sequences
     of a step stay what they are, so a mesh whose data-parallel ranks would get no whole number of
@@ -33,14 +33,14 @@ def search(run: Run, gpu: Gpu, network_gb_s: float, kernels: tuple[str, ...]) ->
             for kernel in kernels
             for candidate in [replace(mesh, levers=levers, kernel=kernel)]
         ]
-        fitting = [plan for plan in plans if plan.fits]
+        fitting = [plan for plan in plans if plan.comfortable]
         if fitting:
             best.append(max(fitting, key=_rank))
     return sorted(best, key=_rank, reverse=True)
 
 
 def _rank(plan: Plan) -> tuple[float, int, float]:
-    """Speed, to three digits; then fewer degrees of model parallelism; then less memory."""
+    """Speed, to three digits; then less model parallelism; then less memory."""
     speed = float(f"{plan.time.tokens_per_second_per_gpu:.3g}")
     return speed, -plan.run.tp * plan.run.pp, -plan.memory.total
 
@@ -88,17 +88,14 @@ def _meshes(run: Run, gpu: Gpu) -> Iterator[Run]:
 
 
 def _levers(run: Run) -> list[Levers]:
-    """Combinations of levers, from none to all, each a point of time against memory."""
-    choices = product(
-        ("none", "selective", "full"),
-        (False, True),
-        (False, True),
-        (0, run.levers.loss_chunk_tokens or _LOSS_CHUNK),
-        (0, run.levers.mlp_chunk_tokens or _MLP_CHUNK),
-    )
-    return [
-        Levers(*choice)
-        for choice in choices
-        # Without checkpointing there is nothing to recompute or to offload.
-        if choice[0] != "none" or not (choice[1] or choice[2])
-    ]
+    """Combinations of levers that training accepts (`recipes.memory_checks`)."""
+    given = run.levers
+    # Chunks of the loss do not go with a Float8 output projection or with whole vocabularies.
+    chunkable = given.loss_chunk_tokens or (run.loss_parallel and not run.float8)
+    loss_chunks = (given.loss_chunk_tokens or _LOSS_CHUNK, 0) if chunkable else (0,)
+    mlp_chunks = (0, given.mlp_chunk_tokens or _MLP_CHUNK)
+    plain = product(("none",), (False,), (False,), loss_chunks, mlp_chunks)
+    by_operator = product(("selective",), (False, True), (False,), loss_chunks, (0,))
+    offloads = (False,) if run.compiled else (False, True)
+    whole_blocks = product(("full",), (False, True), offloads, loss_chunks, mlp_chunks)
+    return [Levers(*levers) for levers in (*plain, *by_operator, *whole_blocks)]

@@ -27,19 +27,20 @@ _FP32 = 4
 
 @dataclass(frozen=True)
 class Hop:
-    """One step of the ring: what travels, and the tile that hides it.
+    """One step of the ring: what travels, and the smallest tile that has to hide it.
 
     Attributes:
         bytes: K and V of one rank and layer (backward: and their float32 gradients).
         seconds: time on the slowest link of the ring.
-        tile_seconds: kernel time of the slowest rank's tile.
-        hides_from_local_tokens: S / P from which the tile outlasts the hop.
+        tile_seconds: kernel time of the slowest rank's tile, in the shortest step.
+        hides_from_local_tokens: S / P from which the tile outlasts the hop; None where some step
+            has nothing to compute (layouts that packed documents leave idle).
     """
 
     bytes: float
     seconds: float
     tile_seconds: float
-    hides_from_local_tokens: float
+    hides_from_local_tokens: float | None
 
     @property
     def hidden(self) -> bool:
@@ -123,27 +124,21 @@ def ring_hop(run: Run, gpu: Gpu, network_gb_s: float, tiles: list[float], backwa
     # Backward: K and V in bf16 and dK, dV in float32.
     size = kv_hop_bytes(run) * (3 if backward else 1)
     seconds = size / link_bytes_per_second(run, gpu, network_gb_s)
-    tile = tiles[-1]
+    tile = min(tiles)
     # The hop grows with S/P, the tile with its square.
-    return Hop(size, seconds, tile, run.local_tokens * seconds / tile)
+    return Hop(size, seconds, tile, run.local_tokens * seconds / tile if tile else None)
 
 
-def exposed_ring_seconds(run: Run, forward: Hop, backward: Hop) -> tuple[float, float]:
+def exposed_ring_seconds(run: Run, hop: Hop, tiles: list[float], backward: bool) -> float:
     """Seconds per layer and microbatch in which ranks wait for keys and values.
 
-    Ring: P - 1 hops forward; backward dK and dV need one more to come home. All-gather: the first
-    tile is local and hides its share.
+    Ring: every hop travels beside one tile; P - 1 hops forward, and one more backward, that brings
+    dK and dV home. All-gather: the first tile is local and hides its share of P - 1 hops.
     """
     if run.rotate_method == "allgather":
-        gathers = (run.cp - 1) * forward.seconds, (run.cp - 1) * backward.seconds
-        return (
-            max(0.0, gathers[0] - forward.tile_seconds),
-            max(0.0, gathers[1] - backward.tile_seconds),
-        )
-    return (
-        (run.cp - 1) * max(0.0, forward.seconds - forward.tile_seconds),
-        run.cp * max(0.0, backward.seconds - backward.tile_seconds),
-    )
+        return max(0.0, (run.cp - 1) * hop.seconds - tiles[0])
+    hiding = tiles if backward else tiles[:-1]
+    return sum(max(0.0, hop.seconds - tile) for tile in hiding)
 
 
 def group_bytes_per_second(size: int, stride: int, gpu: Gpu, network_gb_s: float) -> float:
@@ -289,7 +284,8 @@ def plan_time(run: Run, gpu: Gpu, network_gb_s: float) -> TimePlan:
             ring_hop(run, gpu, network_gb_s, forward, backward=False),
             ring_hop(run, gpu, network_gb_s, backward, backward=True),
         )
-        ring_forward, ring_backward = exposed_ring_seconds(run, *hops)
+        ring_forward = exposed_ring_seconds(run, hops[0], forward, backward=False)
+        ring_backward = exposed_ring_seconds(run, hops[1], backward, backward=True)
     tp_one_way = tp_seconds(run, gpu)
     tp_exposed = tp_one_way * (2 + recomputed_shares(run)[0])
     if run.async_tp:
