@@ -18,7 +18,7 @@ from typing import Any, Literal
 from torchtitan.config import ConfigManager
 from torchtitan.config import job_config as titan
 
-from recipes.config_checks import check_config, check_launch
+from recipes.config_checks import CannotRun, check_config, check_launch
 from recipes.config_types import InvalidSetting, check_table
 
 if sys.version_info >= (3, 11):
@@ -203,6 +203,8 @@ def load_config(args: Sequence[str], world_size: int | None = None) -> StripedJo
             check_launch(config, world_size)
     except InvalidSetting as error:
         raise ValueError(f"{_origin(error.key, path, table, args)}: {error}") from None
+    except CannotRun as error:
+        raise ValueError(f"{path or 'command line'}: {error}") from None
     if config.validation.seq_len == -1:
         config.validation.seq_len = config.training.seq_len
     if config.validation.local_batch_size == -1:

@@ -9,6 +9,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from recipes.config_types import InvalidSetting, choices, toml
+from recipes.memory_checks import check_host_memory, check_memory
 from striped_cp.layout import Contiguous, HeadTail, Layout, Striped
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ def check_config(config: "StripedJobConfig") -> None:
     _check_rope(config)
     _check_sequence(config)
     _check_pipeline(config)
+    check_memory(config)
 
 
 def _check_ranges(config: "StripedJobConfig") -> None:
@@ -124,7 +126,7 @@ def _check_choices(config: "StripedJobConfig") -> None:
     for key, (only, why) in _ONLY.items():
         value = get(config, key)
         if value != only:
-            allowed_text = toml(only) if only else "leave it unset"
+            allowed_text = "leave it unset" if only in ("", None) else toml(only)
             raise InvalidSetting(key, value, f"not supported, {why}", allowed_text)
 
 
@@ -218,12 +220,23 @@ def _check_pipeline(config: "StripedJobConfig") -> None:
             raise InvalidSetting(f"validation.{name}", value, why, f"{training} or -1")
 
 
+class CannotRun(ValueError):
+    """What the model's or the data's own check says, without the name of the file."""
+
+
 def check_launch(config: "StripedJobConfig", world_size: int) -> None:
-    """Check what depends on the number of ranks and on files of this host."""
+    """Check what depends on the number of ranks, on the model, and on files of this host."""
     data_parallel = _check_degrees(config, world_size)
     _check_batch(config, data_parallel)
-    _check_files(config)
-    _check_data(config, data_parallel)
+    try:
+        _check_model(config)
+        _check_files(config)
+        _check_data(config, data_parallel)
+        check_host_memory(config)
+    except InvalidSetting:
+        raise
+    except ValueError as error:
+        raise CannotRun(error) from None
     if config.checkpoint.create_seed_checkpoint and world_size != 1:
         why = f"a seed checkpoint is made by one rank, WORLD_SIZE is {world_size}"
         raise InvalidSetting("checkpoint.create_seed_checkpoint", True, why, "false")
@@ -263,6 +276,21 @@ def _check_degrees(config: "StripedJobConfig", world_size: int) -> int:
         key = "parallelism.data_parallel_replicate_degree"
         raise InvalidSetting(key, replicate, why, "1, or data_parallel_shard_degree above 1")
     return replicate * shard
+
+
+def _check_model(config: "StripedJobConfig") -> None:
+    # Imported late: torchtitan's models take long to import, and the planner needs none of them.
+    from recipes.llama3.args import FLAVORS
+    from recipes.llama3.rope import check_sequence_length
+
+    flavor = FLAVORS[config.model.flavor]
+    check_sequence_length(config.rope, flavor.head_dim, config.training.seq_len)
+    heads = flavor.n_kv_heads or flavor.n_heads
+    tp = config.parallelism.tensor_parallel_degree
+    if heads % tp:
+        why = f"does not divide the {heads} key heads of flavor {config.model.flavor}"
+        allowed = f"divisors of {heads}"
+        raise InvalidSetting("parallelism.tensor_parallel_degree", tp, why, allowed)
 
 
 def _check_batch(config: "StripedJobConfig", data_parallel: int) -> None:

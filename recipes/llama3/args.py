@@ -6,7 +6,6 @@ from torchtitan.config import JobConfig
 from torchtitan.models.llama3.model import args as titan
 
 from recipes.config import Memory, Rope, StripedJobConfig
-from recipes.llama3.rope import check_sequence_length
 
 
 @dataclass
@@ -19,21 +18,8 @@ class TransformerModelArgs(titan.TransformerModelArgs):
     kernel: str = "auto"
 
     def update_from_config(self, job_config: JobConfig, **kwargs) -> None:
-        """Take over what the job says.
-
-        Raises:
-            ValueError: the sequence is longer than `[rope]` is meant for, or the heads do not
-                divide over the tensor-parallel ranks.
-        """
+        """Take over what the job says."""
         assert isinstance(job_config, StripedJobConfig)
-        check_sequence_length(job_config.rope, self.head_dim, job_config.training.seq_len)
-        tp = job_config.parallelism.tensor_parallel_degree
-        kv_heads = self.n_kv_heads or self.n_heads
-        if kv_heads % tp:
-            raise ValueError(
-                f"parallelism.tensor_parallel_degree = {tp}: must divide the {kv_heads} key heads "
-                f"of flavor {job_config.model.flavor!r}"
-            )
         self.max_seq_len = job_config.training.seq_len
         self.rope = job_config.rope
         self.memory = job_config.memory
