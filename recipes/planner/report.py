@@ -78,8 +78,8 @@ def hop_text(name: str, hop: Hop) -> str:
     length = hop.hides_from_local_tokens
     hides = "never hides" if length is None else f"hides from {length:.0f} local tokens"
     return (
-        f"ring hop {name}: {hop.bytes} bytes in {1e3 * hop.seconds:.3g} ms, {verdict} its tile of "
-        f"{1e3 * hop.tile_seconds:.3g} ms; {hides}"
+        f"ring hop {name}: {hop.bytes} bytes in {1e3 * hop.seconds:.4g} ms, {verdict} its tile of "
+        f"{1e3 * hop.tile_seconds:.4g} ms; {hides}"
     )
 
 
