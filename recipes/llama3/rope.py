@@ -84,7 +84,8 @@ def rotations(rope: "Rope", head_dim: int, positions: torch.Tensor) -> torch.Ten
         positions: int64 (1 or B, S/P): global position of every local token.
 
     Returns:
-        complex64 (1 or B, S/P, 1, head_dim / 2) on the device of positions.
+        complex64 (1 or B, S/P, 1, head_dim / 2) on the device of positions. Complex, so that FSDP's
+        mixed precision, which casts floating-point inputs of a block to bfloat16, leaves it alone.
     """
     frequencies = inverse_frequencies(rope, head_dim).to(positions.device)
     angles = positions.to(torch.float64)[:, :, None, None] * frequencies
@@ -104,8 +105,11 @@ def apply_rotations(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
     Returns:
         (B, S/P, H, D) in the dtype of x; the product is taken in float32.
     """
-    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
-    return torch.view_as_real(pairs * rotation).flatten(3).type_as(x)
+    first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
+    # Real numbers: torch.compile makes no fused code of complex ones (torch 2.13).
+    cos, sin = torch.view_as_real(rotation).unbind(-1)
+    turned = (first * cos - second * sin).type_as(x), (first * sin + second * cos).type_as(x)
+    return torch.stack(turned, dim=-1).flatten(-2)
 
 
 def longest_sequence(rope: "Rope", head_dim: int) -> int:
