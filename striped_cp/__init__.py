@@ -3,6 +3,7 @@
 from .attention import ring_attention
 from .documents import Documents
 from .layout import Contiguous, HeadTail, Layout, Striped
+from .observe import RingObserver, observe
 from .parallel_style import RingAttention, StripedContextParallel
 from .shard import shard_sequence, unshard_sequence
 
@@ -12,8 +13,10 @@ __all__ = [
     "HeadTail",
     "Layout",
     "RingAttention",
+    "RingObserver",
     "Striped",
     "StripedContextParallel",
+    "observe",
     "ring_attention",
     "shard_sequence",
     "unshard_sequence",

@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from .documents import Documents
 from .kernels import Kernel, Request, choose_kernel
 from .layout import layout_from_spec
+from .observe import observed
 from .ring import (
     ProcessGroupRing,
     Ring,
@@ -77,6 +78,7 @@ def ring_attention_op(
     """
     ring = _ring(group_name)
     tiles, chosen = _plan(query, boundaries, layout, kernel, ring)
+    ring, chosen = observed(ring, chosen)
     return attention_forward(query, key, value, tiles, chosen, ring, scale, rotate_method)
 
 
@@ -106,6 +108,7 @@ def ring_attention_backward_op(
     """(dq, dk, dv); arguments as in `ring_attention`, plus its results and the gradient of out."""
     ring = _ring(group_name)
     tiles, chosen = _plan(query, boundaries, layout, kernel, ring)
+    ring, chosen = observed(ring, chosen)
     return attention_backward(
         grad_out, query, key, value, out, lse, tiles, chosen, ring, scale, rotate_method
     )
