@@ -6,10 +6,11 @@ depend on the input and the settings alone, not on the number of workers or inte
 """
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
 
@@ -138,12 +139,14 @@ def _open(output: Path, settings: Settings, tokenizer: str) -> dict[str, Any]:
         raise ValueError(f"--output {output}: is finished; --overwrite prepares it anew")
     if (output / PROGRESS).exists():
         state = read_json(output / PROGRESS)
-        changed = [key for key in wanted if state["settings"][key] != wanted[key]]
+        changed = [key for key in wanted if state["settings"].get(key) != wanted[key]]
         if changed:
             raise ValueError(
                 f"--output {output}: begun with other {', '.join(changed)}; give the same as then "
                 "to go on, --overwrite to begin anew, or another folder"
             )
+        for path in output.glob(f"*{TEMPORARY}"):
+            path.unlink()
         return state
     if any(output.iterdir()):
         raise ValueError(f"--output {output}: is not empty; give a new folder")
@@ -213,6 +216,15 @@ def _start_worker(tokenizer_path: str) -> None:
     global _tokenizer
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per core is parallel enough
     _tokenizer = load_tokenizer(tokenizer_path)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A worker of a process that was killed would wait for work for ever."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _encode_chunk(chunk: Chunk) -> list[Result]:
