@@ -6,6 +6,9 @@ the error does not grow with the number of ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -16,37 +19,64 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def empty_sequence_major(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """(B, H, n, D) in memory order (B, n, H, D), that of a transformer's projections."""
+    batch, heads, rows, dim = x.shape
+    return x.new_empty(batch, rows, heads, dim, dtype=dtype).transpose(1, 2)
+
+
 class OutputAccumulator:
     """Running attention output (B, H, n, D) and log-sum-exp (B, H, n) of a rank's query rows.
 
     The first tile, the diagonal one, covers every row once and is written; later ones are merged
-    in place: with s = sigmoid(lse_new - lse), out <- out + s * (out_new - out) and
-    lse <- log(exp(lse) + exp(lse_new)). Both stay finite however large the logits.
+    in place. A first tile that comes in one piece is adopted, not copied, so that at any time one
+    accumulated output and one partial result exist.
     """
 
-    def __init__(self, query: Tensor, value_dim: int) -> None:
+    def __init__(self, query: Tensor) -> None:
         batch, heads, rows, _ = query.shape
-        dtype = accumulation_dtype(query.dtype)
-        # Memory order (B, n, H, D): what the output projection of a transformer reads.
-        self.out = query.new_empty(batch, rows, heads, value_dim, dtype=dtype).transpose(1, 2)
-        self.lse = query.new_empty(batch, heads, rows, dtype=dtype)
+        self.dtype = accumulation_dtype(query.dtype)
+        self.everything = Region(slice(None), 0, rows)
+        self.lse = query.new_empty(batch, heads, rows, dtype=self.dtype)
+        self._query = query
+        self._out: Tensor | None = None
+
+    @property
+    def out(self) -> Tensor:
+        if self._out is None:
+            self._out = empty_sequence_major(self._query, self.dtype)
+        return self._out
 
     def write(self, partial: Partial) -> None:
-        partial.queries.of(self.out).copy_(partial.out)
         partial.queries.of(self.lse).copy_(partial.lse)
+        if partial.queries == self.everything:
+            self._out = partial.out
+        else:
+            partial.queries.of(self.out).copy_(partial.out)
 
     def merge(self, partial: Partial) -> None:
-        merge_(partial.queries.of(self.out), partial.queries.of(self.lse), partial.out, partial.lse)
+        self._out = self.out.to(self.dtype)  # a copy once, if the adopted output has 16 bits
+        merge = _compiled_merge() if self._out.is_cuda else merge_
+        merge(partial.queries.of(self._out), partial.queries.of(self.lse), partial.out, partial.lse)
 
 
 def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
     """Merge a partial result into `out` and `lse` in place; `lse` must be finite.
+
+    With s = sigmoid(lse_new - lse): out <- out + s * (out_new - out) and
+    lse <- log(exp(lse) + exp(lse_new)). Both stay finite however large the logits.
 
     Rows that saw no key have new_lse = -inf; some kernels write +inf for them instead.
     """
     new_lse = torch.where(new_lse == float("inf"), float("-inf"), new_lse.to(lse.dtype))
     out.lerp_(new_out.to(out.dtype), torch.sigmoid(new_lse - lse).unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, new_lse))
+
+
+@cache
+def _compiled_merge() -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
+    """`merge_` as one kernel that reads a 16-bit partial result without a float32 copy of it."""
+    return torch.compile(merge_, dynamic=True)
 
 
 def accumulate_(total: Tensor, region: Region, part: Tensor, first: bool) -> None:

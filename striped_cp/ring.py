@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .kernels.base import Kernel
-from .merge import OutputAccumulator, accumulate_, accumulation_dtype
+from .merge import OutputAccumulator, accumulate_, accumulation_dtype, empty_sequence_major
 from .tiles import Tile
 
 Tensors = tuple[Tensor, ...]
@@ -95,14 +95,14 @@ def attention_forward(
         out (B, H, n, D) in the query's dtype and lse (B, H, n) in float32 (float64 for float64),
         over all keys of the sequence. Memory order of out is (B, n, H, D).
     """
-    total = OutputAccumulator(query, value.shape[-1])
+    total = OutputAccumulator(query)
     for step, (k, v) in enumerate(_rotate(ring, key, value, rotate_method)):
         for partial in kernel.forward(query, k, v, tiles[step], scale):
             if step == 0:
                 total.write(partial)
             else:
                 total.merge(partial)
-    return total.out.to(query.dtype), total.lse
+    return _sequence_major(total.out.to(query.dtype)), total.lse
 
 
 def attention_backward(
@@ -124,9 +124,9 @@ def attention_backward(
     """
     dtype = accumulation_dtype(query.dtype)
     grad_out = _sequence_major(grad_out)
-    dq = _empty_like(query, dtype)
+    dq = empty_sequence_major(query, dtype)
     home = _GatheredGradients if rotate_method == "allgather" else _TravellingGradients
-    dkv = home(ring, _empty_like(key, dtype), _empty_like(value, dtype))
+    dkv = home(ring, empty_sequence_major(key, dtype), empty_sequence_major(value, dtype))
     for step, (k, v) in enumerate(_rotate(ring, key, value, rotate_method)):
         parts = []
         for part in kernel.backward(grad_out, query, k, v, out, lse, tiles[step], scale):
@@ -240,12 +240,6 @@ class _GatheredGradients:
 def _sequence_major(x: Tensor) -> Tensor:
     """x (B, H, n, D) with memory order (B, n, H, D): a copy only if it is not already so."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def _empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(
-        x.transpose(1, 2), dtype=dtype, memory_format=torch.contiguous_format
-    ).transpose(1, 2)
 
 
 class ProcessGroupRing(Ring):

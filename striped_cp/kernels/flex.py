@@ -13,12 +13,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch._C import _SetExcludeDispatchKeyGuard
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from ..tiles import Tile
 from .base import Partial, PartialGradients, Region, Request
 
 BLOCK = 128
+_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 
 
 class FlexKernel:
@@ -52,7 +54,8 @@ class FlexKernel:
         if not tile.passes:
             return
         q, k, v = leaves = [x.detach().requires_grad_() for x in (query, key, value)]
-        with torch.enable_grad():
+        # A custom op runs below autograd; what it differentiates itself needs autograd again.
+        with torch.enable_grad(), _SetExcludeDispatchKeyGuard(_AUTOGRAD, False):
             tile_out, tile_lse = _attend(q, k, v, tile, scale)
         weight = torch.exp(tile_lse.detach() - lse)  # 0 where the tile shows a row nothing
         grad = grad_out.to(weight.dtype)
