@@ -34,7 +34,7 @@ class BatchSharder:
 
     def shard(
         self, input_dict: Mapping[str, torch.Tensor], labels: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
         """
         Args:
             input_dict: "input" int64 (B, S); with packed documents also "boundaries" int64 (B, N),
@@ -42,31 +42,28 @@ class BatchSharder:
             labels: int64 (B, S), -100 where there is nothing to predict.
 
         Returns:
-            tokens int64 (B, S/P) and labels int64 (B, S/P) of this rank, and the model's other
-            arguments: its "positions" and the "attention_masks" of the whole sequence.
+            tokens int64 (B, S/P) and labels int64 (B, S/P) of this rank; how many tokens each of
+            them sees before it, int64 (1 or B, S/P); and the model's other arguments: its
+            "positions" and the "attention_masks" of the whole sequence.
         """
         tokens = input_dict["input"]
         documents = self._documents(input_dict.get("boundaries"))
-        positions = self._positions(tokens, documents)
+        place = self._place(tokens.shape[1])
+        context = place[None] if documents is None else documents.positions_in_document(place)
+        positions = context if self.reset_positions else place[None]
+        if self.pp_enabled:
+            # A pipeline cuts every argument along the batch.
+            positions = positions.expand(tokens.shape[0], -1)
         if self.cp_mesh is not None:
             tokens = shard_sequence(tokens, mesh=self.cp_mesh, layout=self.layout)
             labels = shard_sequence(labels, mesh=self.cp_mesh, layout=self.layout)
-        return tokens, labels, {"positions": positions, "attention_masks": documents}
+        return tokens, labels, context, {"positions": positions, "attention_masks": documents}
 
-    def _positions(self, tokens: torch.Tensor, documents: Documents | None) -> torch.Tensor:
-        """int64 (1, S/P), or (B, S/P) where they differ between the rows of the batch.
-
-        A pipeline gets (B, S/P) always: it cuts every argument along the batch.
-        """
-        batch_size, seq_len = tokens.shape
+    def _place(self, seq_len: int) -> torch.Tensor:
+        """Place in the sequence of every local token, int64 (S/P,)."""
         if self.cp_mesh is None:
-            local = torch.arange(seq_len)
-        else:
-            size, rank = self.cp_mesh.size(), self.cp_mesh.get_local_rank()
-            local = self.layout.positions(seq_len, size, rank)
-        if documents is not None and self.reset_positions:
-            return documents.positions_in_document(local)
-        return local.expand(batch_size if self.pp_enabled else 1, -1)
+            return torch.arange(seq_len)
+        return self.layout.positions(seq_len, self.cp_mesh.size(), self.cp_mesh.get_local_rank())
 
     def _documents(self, boundaries: torch.Tensor | None) -> Documents | None:
         """None also for one document per row: plain causal attention is that, and faster."""

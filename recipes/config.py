@@ -169,6 +169,12 @@ class Memory:
 
 
 @dataclass
+class Metrics(titan.Metrics):
+    ring: bool = True
+    """Whether logged steps measure the ring: attention, waiting, imbalance, bytes"""
+
+
+@dataclass
 class StripedJobConfig(titan.JobConfig):
     """torchtitan's sections and those of this project."""
 
@@ -176,6 +182,7 @@ class StripedJobConfig(titan.JobConfig):
     training: Training = field(default_factory=Training)
     parallelism: Parallelism = field(default_factory=Parallelism)
     validation: Validation = field(default_factory=Validation)
+    metrics: Metrics = field(default_factory=Metrics)
     striped_cp: StripedCP = field(default_factory=StripedCP)
     documents: Documents = field(default_factory=Documents)
     rope: Rope = field(default_factory=Rope)

@@ -11,7 +11,8 @@ the dtype of the hidden states (a sum of 131,072 losses in bfloat16 keeps 8 bits
 sharded vocabulary.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -19,19 +20,67 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel
-from torchtitan.components.loss import IGNORE_INDEX, LossFunction, build_cross_entropy_loss
+from torchtitan.components.loss import IGNORE_INDEX, LossFunction
 from torchtitan.config import JobConfig
 from torchtitan.tools.logging import logger
+
+_collected: list[torch.Tensor] | None = None
+
+
+@contextlib.contextmanager
+def collect_token_losses() -> Iterator[list[torch.Tensor]]:
+    """Gather the losses of single tokens from every forward pass in the scope.
+
+    Yields:
+        A list that gets float32 (b, S/P) without gradient from each forward pass (in a pipeline,
+        from each microbatch in order, on the last stage), 0 where there is nothing to predict.
+    """
+    global _collected
+    before, _collected = _collected, []
+    try:
+        yield _collected
+    finally:
+        _collected = before
+
+
+def _collect(losses: torch.Tensor, like: torch.Tensor) -> None:
+    if _collected is not None:
+        losses = losses.detach()
+        plain = losses.full_tensor() if isinstance(losses, DTensor) else losses
+        _collected.append(plain.view_as(like))
 
 
 def build_loss(job_config: JobConfig, **kwargs) -> LossFunction:
     """Loss for torchtitan's trainer: a sum over the tokens whose label is not -100."""
     chunk_tokens = job_config.memory.loss_chunk_tokens
-    if not chunk_tokens:
-        logger.info("Loss: logits of the whole local sequence at once")
-        return build_cross_entropy_loss(job_config, **kwargs)
-    logger.info(f"Loss: computed by the model in chunks of {chunk_tokens} tokens")
-    return loss_of_model
+    if chunk_tokens:
+        logger.info(f"Loss: computed by the model in chunks of {chunk_tokens} tokens")
+        return loss_of_model
+    logger.info("Loss: logits of the whole local sequence at once")
+    settings = job_config.compile
+    compiled = settings.enable and "loss" in settings.components
+    losses_of_logits = (
+        torch.compile(_losses_of_logits, backend=settings.backend)
+        if compiled
+        else _losses_of_logits
+    )
+
+    def loss_of_logits(pred: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        losses = losses_of_logits(pred, labels)
+        _collect(losses, labels)
+        return losses.sum()
+
+    return loss_of_logits
+
+
+def _losses_of_logits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """float32 (B * S/P,) losses of logits (B, S/P, V)."""
+    return F.cross_entropy(
+        logits.flatten(0, 1).float(),
+        labels.flatten(),
+        ignore_index=IGNORE_INDEX,
+        reduction="none",
+    )
 
 
 def loss_of_model(pred: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -70,7 +119,7 @@ class LossHead(nn.Linear):
             group = weight.device_mesh.get_group()
             hidden = hidden.to_local(grad_placements=[Partial()])
             weight = weight.to_local(grad_placements=[Shard(0)])
-        return ChunkedCrossEntropy.apply(
+        loss, losses = ChunkedCrossEntropy.apply(
             hidden.flatten(0, 1),
             weight,
             labels.flatten(),
@@ -79,6 +128,8 @@ class LossHead(nn.Linear):
             self.chunk_loss,
             torch.is_grad_enabled(),
         )
+        _collect(losses, labels)
+        return loss
 
 
 class LossHeadParallel(ColwiseParallel):
@@ -106,7 +157,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         chunk_loss: Callable,
         with_gradients: bool,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """
         Args:
             hidden: (N, dim), every token on every rank of the group.
@@ -117,10 +168,11 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             with_gradients: False for validation.
 
         Returns:
-            float32 (), equal on all ranks of the group.
+            float32 () and, without gradient, the losses of the tokens it is the sum of, float32
+            (N,); equal on all ranks of the group.
         """
         first_word = weight.shape[0] * dist.get_rank(group) if group is not None else 0
-        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        losses = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
         if with_gradients:
             hidden_grad = torch.empty_like(hidden)
             # float32: in bfloat16 every chunk's addition would round what came before it.
@@ -128,8 +180,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden.shape[0], chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
             logits = F.linear(hidden[chunk], weight)
-            part, logits_grad = chunk_loss(logits, labels[chunk] - first_word, labels[chunk], group)
-            loss += part
+            losses[chunk], logits_grad = chunk_loss(
+                logits, labels[chunk] - first_word, labels[chunk], group
+            )
             if with_gradients:
                 logits_grad = logits_grad.to(logits.dtype)
                 del logits
@@ -138,11 +191,12 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         if with_gradients:
             ctx.save_for_backward(hidden_grad, weight_grad)
             ctx.weight_dtype = weight.dtype
-        return loss
+        ctx.mark_non_differentiable(losses)
+        return losses.sum(), losses
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad: torch.Tensor):
+    def backward(ctx, grad: torch.Tensor, _losses_grad: torch.Tensor):
         hidden_grad, weight_grad = ctx.saved_tensors
         # In place: the two are as large as the hidden states and the weight. A second backward
         # through the same loss raises, as autograd sees that its tensors have changed.
@@ -157,7 +211,7 @@ def _chunk_loss(
     labels: torch.Tensor,
     group: dist.ProcessGroup | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss of one chunk and its gradient with respect to the logits.
+    """Losses of one chunk and their gradient with respect to the logits.
 
     Args:
         logits: (n, V/T), any float dtype.
@@ -166,7 +220,7 @@ def _chunk_loss(
         group: the T ranks that share the vocabulary, or None.
 
     Returns:
-        float32 () sum of losses, float32 (n, V/T).
+        float32 (n,) losses, float32 (n, V/T).
     """
     # In place from here on: a chunk of 2048 tokens has 1 GiB of float32 scores.
     scores = logits.float()
@@ -184,8 +238,8 @@ def _chunk_loss(
     if group is not None:
         dist.all_reduce(sums, group=group)
     total, of_label = sums
-    loss = torch.where(valid, total.log() - of_label, 0.0).sum()
+    losses = torch.where(valid, total.log() - of_label, 0.0)
 
     scores.mul_((valid / total)[:, None])
     scores.scatter_add_(-1, index, -mine[:, None].to(scores.dtype))
-    return loss, scores
+    return losses, scores

@@ -13,30 +13,33 @@ import torch
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
-from torchtitan.tools.utils import device_module
 from torchtitan.train import Trainer
 
 from recipes.batch import BatchSharder, plain_loss
 from recipes.config import StripedJobConfig
-from recipes.planner.log import plan_line
+from recipes.loss import collect_token_losses
+from recipes.metrics.processor import StripedMetrics
 
 
 class Microbatch(NamedTuple):
-    """This rank's tokens and labels, int64 (B, S/P), and the model's other arguments."""
+    """This rank's tokens and labels, int64 (B, S/P), and the model's other arguments.
+
+    context: int64 (1 or B, S/P), number of tokens that each token sees before it.
+    """
 
     tokens: torch.Tensor
     labels: torch.Tensor
+    context: torch.Tensor
     kwargs: dict[str, Any]
 
 
 class StripedTrainer(Trainer):
     job_config: StripedJobConfig
+    metrics_processor: StripedMetrics
 
     def __init__(self, job_config: StripedJobConfig) -> None:
         super().__init__(job_config)
         self.sharder = BatchSharder(job_config, self.parallel_dims)
-        device_name = device_module.get_device_name(self.device)
-        logger.info(plan_line(job_config, self.parallel_dims.world_size, device_name))
 
     def batch_generator(
         self, data_iterable: Iterable[tuple[dict[str, torch.Tensor], torch.Tensor]]
@@ -45,9 +48,16 @@ class StripedTrainer(Trainer):
         replicas = self._data_parallel_degree()
         for input_dict, labels in super().batch_generator(data_iterable):
             self.ntokens_seen += labels.numel() * (replicas - 1)
+            self.metrics_processor.count_batch(input_dict.get("boundaries"), labels)
             yield input_dict, labels
 
     def train_step(
+        self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]
+    ) -> None:
+        with self.metrics_processor.measure_step(self.step):
+            self._train_step(data_iterator)
+
+    def _train_step(
         self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]
     ) -> None:
         self.optimizers.zero_grad()
@@ -55,7 +65,13 @@ class StripedTrainer(Trainer):
         microbatches, local_tokens = self._next_microbatches(data_iterator)
         global_tokens = dist_utils.dist_sum(local_tokens, self._loss_mesh())
         # Without labels the loss is 0 / 1 rather than 0 / 0.
-        losses = [self._forward_backward(m, max(global_tokens, 1.0)) for m in microbatches]
+        losses = []
+        for microbatch in microbatches:
+            with collect_token_losses() as token_losses:
+                losses.append(self._forward_backward(microbatch, max(global_tokens, 1.0)))
+            self.metrics_processor.positions.add(
+                token_losses, microbatch.context, microbatch.labels
+            )
         if self.parallel_dims.pp_enabled:
             self._divide_gradients(max(global_tokens, 1.0))
         grad_norm = dist_utils.clip_grad_norm_(
@@ -81,11 +97,12 @@ class StripedTrainer(Trainer):
         microbatches = []
         count = torch.zeros((), dtype=torch.int64)
         for _ in range(self.gradient_accumulation_steps):
-            tokens, labels, kwargs = self.sharder.shard(*next(data_iterator))
+            tokens, labels, context, kwargs = self.sharder.shard(*next(data_iterator))
             count += (labels != IGNORE_INDEX).sum()
             kwargs["positions"] = kwargs["positions"].to(self.device)
             kwargs["labels"] = labels = labels.to(self.device)
-            microbatches.append(Microbatch(tokens.to(self.device), labels, kwargs))
+            context = context.to(self.device)
+            microbatches.append(Microbatch(tokens.to(self.device), labels, context, kwargs))
         return microbatches, count.to(self.device)
 
     def _forward_backward(self, microbatch: Microbatch, global_tokens: float) -> torch.Tensor:
@@ -141,7 +158,11 @@ class StripedTrainer(Trainer):
             dist_utils.dist_sum(loss, mesh),
             dist_utils.dist_max(local_average, mesh),
             grad_norm.item(),
-            extra_metrics={"n_tokens_seen": self.ntokens_seen, "lr": lr},
+            extra_metrics={
+                "n_tokens_seen": self.ntokens_seen,
+                "lr": lr,
+                "data/epoch": self.dataloader.epoch,
+            },
         )
 
     def _loss_mesh(self) -> torch.distributed.device_mesh.DeviceMesh | None:

@@ -5,6 +5,7 @@ multiplies the loss by the context-parallel degree; it also goes on in the data 
 stopped, so that no two rounds measure the same.
 """
 
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -13,16 +14,18 @@ import torch
 from torch import nn
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX, LossFunction
-from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.components.validate import BaseValidator, ValidationContext
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.tools.utils import device_type
+from torchtitan.tools.utils import device_module, device_type
 
 from recipes.batch import BatchSharder, plain_loss
 from recipes.config import StripedJobConfig
 from recipes.data import build_validation_dataloader
+from recipes.loss import collect_token_losses
+from recipes.metrics.positions import LossByPosition
+from recipes.metrics.processor import StripedMetrics
 
 
 class StripedValidator(BaseValidator):
@@ -38,7 +41,7 @@ class StripedValidator(BaseValidator):
         loss_fn: LossFunction,
         validation_context: ValidationContext,
         maybe_enable_amp: AbstractContextManager[None],
-        metrics_processor: MetricsProcessor,
+        metrics_processor: StripedMetrics,
         pp_schedule: Any | None = None,
         pp_has_first_stage: bool | None = None,
         pp_has_last_stage: bool | None = None,
@@ -51,6 +54,7 @@ class StripedValidator(BaseValidator):
         self.validation_context = validation_context
         self.maybe_enable_amp = maybe_enable_amp
         self.metrics_processor = metrics_processor
+        self.positions = LossByPosition(job_config.validation.seq_len, device_type)
         self.pp_schedule = pp_schedule
         self.pp_has_first_stage = pp_has_first_stage
         self.pp_has_last_stage = pp_has_last_stage
@@ -59,19 +63,33 @@ class StripedValidator(BaseValidator):
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
         for part in model_parts:
             part.eval()
+        device_module.synchronize()  # the last training step may still be under way
+        began = time.perf_counter()
+        tokens_read = 0
         loss_sum = torch.zeros((), device=device_type)
         tokens = torch.zeros((), dtype=torch.int64, device=device_type)
         for input_dict, labels in self._batches():
-            self.metrics_processor.ntokens_since_last_log += labels.numel()
-            local_tokens, local_labels, kwargs = self.sharder.shard(input_dict, labels)
+            tokens_read += labels.numel()
+            local_tokens, local_labels, context, kwargs = self.sharder.shard(input_dict, labels)
             kwargs["positions"] = kwargs["positions"].to(device_type)
             kwargs["labels"] = local_labels = local_labels.to(device_type)
             tokens += (local_labels != IGNORE_INDEX).sum()
-            loss_sum += self._loss(model_parts, local_tokens.to(device_type), local_labels, kwargs)
+            with collect_token_losses() as losses:
+                loss_sum += self._loss(
+                    model_parts, local_tokens.to(device_type), local_labels, kwargs
+                )
+            self.positions.add(losses, context.to(device_type), local_labels)
         mesh = self.parallel_dims.get_optional_mesh("loss")
         total = dist_utils.dist_sum(tokens, mesh)
         loss = dist_utils.dist_sum(loss_sum, mesh) / max(total, 1.0)
-        self.metrics_processor.log_validation(loss=loss, step=step)
+        dims = self.parallel_dims
+        self.metrics_processor.log_validation(
+            loss,
+            step,
+            tokens=tokens_read * dims.world_size // dims.non_data_parallel_size,
+            seconds=time.perf_counter() - began,
+            positions=self.positions,
+        )
         for part in model_parts:
             part.train()
 

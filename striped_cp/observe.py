@@ -54,14 +54,10 @@ def observed(ring: Ring, kernel: Kernel) -> tuple[Ring, Kernel]:
     return _ObservedRing(ring, _observer), _ObservedKernel(kernel, _observer)
 
 
-@dataclass(frozen=True)
 class _ObservedKernel:
-    kernel: Kernel
-    observer: RingObserver
-
-    @property
-    def name(self) -> str:
-        return self.kernel.name
+    def __init__(self, kernel: Kernel, observer: RingObserver) -> None:
+        self.name = kernel.name
+        self.kernel, self.observer = kernel, observer
 
     def refuse(self, request: Request) -> str | None:
         return self.kernel.refuse(request)

@@ -15,6 +15,7 @@ from recipes.llama3.args import FLAVORS, TransformerModelArgs
 from recipes.llama3.model import Transformer
 from recipes.llama3.parallelize import parallelize_llama
 from recipes.loss import build_loss
+from recipes.metrics.processor import StripedMetrics
 from recipes.validator import build_validator
 
 NAME = "llama3_striped"
@@ -64,6 +65,7 @@ def register() -> None:
             build_tokenizer_fn=build_tokenizer,
             build_loss_fn=build_loss,
             build_validator_fn=build_validator,
+            build_metrics_processor_fn=StripedMetrics,
             state_dict_adapter=StateDictAdapter,
         ),
     )

@@ -11,7 +11,7 @@ import pytest
 
 from recipes.config import load_config
 from recipes.planner.hardware import GPUS
-from recipes.planner.log import plan_line
+from recipes.planner.log import plan_line, plan_of_run
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(ROOT.glob("train_configs/llama3_*.toml"))
@@ -160,8 +160,10 @@ def test_nonsense_gets_one_line(args, message):
 
 def test_the_log_of_a_run_has_the_plan():
     config = load_config(["--job.config_file", str(EIGHT_GPUS)])
-    line = plan_line(config, 8, "NVIDIA H100 80GB HBM3")
+    line = plan_line(plan_of_run(config, 8, "NVIDIA H100 80GB HBM3"))
     assert line.startswith(f"Plan for {GPUS['h100'].name}: ")
     assert "tokens/s/GPU" in line
-    assert plan_line(config, 8, "CPU") == "Plan: no figures for device CPU"
-    assert "not a multiple of 8" in plan_line(config, 12, "NVIDIA H100 80GB HBM3")
+    with pytest.raises(ValueError, match="no figures for device CPU"):
+        plan_of_run(config, 8, "CPU")
+    with pytest.raises(ValueError, match="not a multiple of 8"):
+        plan_of_run(config, 12, "NVIDIA H100 80GB HBM3")

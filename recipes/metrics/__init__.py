@@ -1,0 +1,1 @@
+"""What a run measures of itself, and where it says so: console, TensorBoard, Weights & Biases."""

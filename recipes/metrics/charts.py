@@ -1,0 +1,61 @@
+"""How TensorBoard groups the charts: its tab "Custom Scalars", measured beside planned."""
+
+import re
+
+# group -> chart -> tags; a tag that ends in "/" stands for all that begin with it.
+_CHARTS: dict[str, dict[str, tuple[str, ...]]] = {
+    "Loss": {
+        "loss": (
+            "loss_metrics/global_avg_loss",
+            "loss_metrics/global_max_loss",
+            "validation_metrics/loss",
+        ),
+        "loss by position": ("loss_by_position/",),
+        "validation loss by position": ("validation_loss_by_position/",),
+        "share of tokens by position": ("token_share_by_position/",),
+    },
+    "Speed": {
+        "tokens per second and GPU": ("throughput(tps)", "planned/throughput(tps)"),
+        "MFU": ("mfu(%)", "mfu_causal(%)", "planned/mfu(%)", "planned/mfu_causal(%)"),
+        "seconds per step": ("time_metrics/end_to_end(s)", "planned/end_to_end(s)"),
+        "hours left": ("time_metrics/left(h)",),
+        "share of time in data loading": ("time_metrics/data_loading(%)",),
+    },
+    "Ring": {
+        "imbalance: slowest rank over mean": ("ring/imbalance",),
+        "seconds in attention and waiting": (
+            "ring/attention(s)",
+            "ring/attention_slowest(s)",
+            "ring/wait(s)",
+            "ring/wait_least(s)",
+        ),
+        "sent per rank and step": ("ring/sent(MB)",),
+    },
+    "Memory": {
+        "peak": ("memory/max_reserved(GiB)", "planned/max_reserved(GiB)"),
+        "trouble": ("memory/num_alloc_retries", "memory/num_ooms"),
+    },
+    "Optimizer": {"learning rate": ("lr",), "gradient norm": ("grad_norm",)},
+    "Data": {
+        "tokens seen": ("n_tokens_seen",),
+        "documents per sequence": ("data/documents_per_sequence",),
+        "longest document": ("data/longest_document",),
+        "padding": ("data/padding(%)",),
+        "epoch": ("data/epoch",),
+    },
+}
+
+
+def custom_scalars() -> dict[str, dict[str, list]]:
+    """The layout as `SummaryWriter.add_custom_scalars` takes it."""
+    return {
+        group: {
+            chart: ["Multiline", [_pattern(tag) for tag in tags]] for chart, tags in charts.items()
+        }
+        for group, charts in _CHARTS.items()
+    }
+
+
+def _pattern(tag: str) -> str:
+    """TensorBoard reads tags as regular expressions that match from the start."""
+    return re.escape(tag) if tag.endswith("/") else f"{re.escape(tag)}$"

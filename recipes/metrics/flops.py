@@ -1,0 +1,53 @@
+"""Floating-point operations of training, in two conventions.
+
+Both count forward and backward, and nothing that is computed twice to save memory. They differ in
+attention: torchtitan counts the full S x S square of every sequence, "causal" only the (query, key)
+pairs that a token may look at. At 1M tokens the first is nearly twice the second.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from recipes.llama3.args import TransformerModelArgs
+
+
+@dataclass(frozen=True)
+class Flops:
+    """FLOPs of one model; all ranks together.
+
+    Attributes:
+        linear: per token, outside attention: 6 per parameter but for the token embedding.
+        per_pair: per (query, key) pair: 2 products of head_dim forward, 4 backward, in every head
+            and layer, 2 FLOPs per multiplication and addition.
+        seq_len: S.
+    """
+
+    linear: float
+    per_pair: float
+    seq_len: int
+
+    @classmethod
+    def of_model(cls, args: TransformerModelArgs, flops_per_token: float, seq_len: int) -> "Flops":
+        """From torchtitan's count (`get_dense_model_nparams_and_flops`, 0.2.2), S keys a token."""
+        per_pair = 12.0 * args.n_layers * args.n_heads * args.head_dim
+        return cls(flops_per_token - per_pair * seq_len, per_pair, seq_len)
+
+    @property
+    def per_token_torchtitan(self) -> float:
+        return self.linear + self.per_pair * self.seq_len
+
+    def per_token_causal(self, pairs_per_token: float) -> float:
+        return self.linear + self.per_pair * pairs_per_token
+
+
+def visible_pairs(boundaries: torch.Tensor | None, batch_size: int, seq_len: int) -> int:
+    """(query, key) pairs that attention computes for a batch: L (L + 1) / 2 per document.
+
+    Args:
+        boundaries: int64 (B, N) as `striped_cp.Documents` has them; None: one document a row.
+    """
+    if boundaries is None:
+        return batch_size * seq_len * (seq_len + 1) // 2
+    lengths = boundaries.diff(dim=1)
+    return int((lengths * (lengths + 1) // 2).sum())
