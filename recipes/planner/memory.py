@@ -177,23 +177,38 @@ def layer_bytes(run: Run) -> dict[str, float]:
         gradients += 3 * query + 2 * kv
     return {
         "MLP backward": _BF16 * tokens * (attention + mlp) + arriving,
-        "attention backward": _BF16 * tokens * (attention + gradients) + arriving,
+        "attention backward": _BF16 * tokens * (attention + gradients)
+        + arriving
+        + exchange_bytes(run),
     }
 
 
 def ring_bytes(run: Run) -> float:
-    """Buffers of the ring; 0 without context parallelism.
+    """Receive buffers of the ring, reused by every layer and kept through the step.
 
-    Ring: two receive buffers each for keys and values in bf16 and for their gradients in float32,
-    reused by every layer, and the float32 gradients at hand and coming home. All-gather: keys and
-    values of the whole sequence in bf16, their gradients in float32, half of them received twice.
+    Two each for keys and values in bf16 and for their gradients in float32. All-gather has none.
+    """
+    if run.cp == 1 or run.rotate_method == "allgather":
+        return 0.0
+    return _local_kv(run) * 2 * (_BF16 + _FP32)
+
+
+def exchange_bytes(run: Run) -> float:
+    """What one layer's attention needs beside `ring_bytes` for keys and values of other ranks.
+
+    Ring: the float32 gradients at hand, and those coming home. All-gather: keys and values of the
+    whole sequence in bf16 and their gradients in float32, half of which are received twice.
     """
     if run.cp == 1:
         return 0.0
-    kv = 2 * run.microbatch * run.local_tokens * run.ring_kv_dim / run.tp
     if run.rotate_method == "allgather":
-        return run.cp * kv * (_BF16 + 1.5 * _FP32)
-    return kv * (2 * _BF16 + 4 * _FP32)
+        return run.cp * _local_kv(run) * (_BF16 + 1.5 * _FP32)
+    return _local_kv(run) * 2 * _FP32
+
+
+def _local_kv(run: Run) -> float:
+    """Elements of this rank's keys and values in one layer."""
+    return 2 * run.microbatch * run.local_tokens * run.ring_kv_dim / run.tp
 
 
 def loss_bytes(run: Run) -> float:
@@ -221,13 +236,7 @@ def plan_memory(run: Run) -> MemoryPlan:
     """Memory of the fullest GPU."""
     layer = layer_bytes(run)
     ring = ring_bytes(run)
-    moments = {
-        "MLP backward": {"layer peak": layer["MLP backward"]},
-        "attention backward": {
-            "layer peak": layer["attention backward"],
-            "ring buffers": ring,
-        },
-    }
+    moments = {moment: {"layer peak": size} for moment, size in layer.items()}
     layers_in_flight = in_flight_microbatches(run) * run.layers_per_rank
     checkpoints = layers_in_flight * checkpoint_bytes(run)
     loss = loss_bytes(run)
@@ -250,9 +259,9 @@ def plan_memory(run: Run) -> MemoryPlan:
         "ring buffers": ring,
         "loss": loss,
         "RoPE": rope_bytes(run),
-        "allocator slack": ALLOCATOR_SLACK * (checkpoints + sum(alive.values())),
+        "allocator slack": ALLOCATOR_SLACK * (checkpoints + ring + sum(alive.values())),
         "framework": FRAMEWORK_BYTES,
     }
-    idle = {"layer peak", "ring buffers", "loss"} - set(alive)
+    idle = {"layer peak", "loss"} - set(alive)
     host = layers_in_flight * offloaded_bytes(run)
     return MemoryPlan(parts, moment, frozenset(set(parts) - idle), host)

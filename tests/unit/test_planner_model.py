@@ -10,6 +10,7 @@ from recipes.planner.hardware import GPUS, find_gpu, find_network_gb_s, gpu_from
 from recipes.planner.memory import (
     GIB,
     checkpoint_bytes,
+    exchange_bytes,
     gathered_bytes,
     in_flight_microbatches,
     layer_bytes,
@@ -153,9 +154,16 @@ def test_offload_is_hidden_unless_the_host_is_slow():
 def test_ring_and_allgather_buffers():
     ring, gathered = RUN_1M, replace(RUN_1M, rotate_method="allgather")
     kv = 2 * 131072 * 1024
-    assert ring_bytes(ring) == kv * (2 * 2 + 4 * 4)
-    assert ring_bytes(gathered) == 8 * kv * (2 + 6)
-    assert ring_bytes(replace(RUN_1M, cp=1, seq_len=131072)) == 0
+    assert (ring_bytes(ring), exchange_bytes(ring)) == (kv * 2 * (2 + 4), kv * 2 * 4)
+    assert (ring_bytes(gathered), exchange_bytes(gathered)) == (0, 8 * kv * (2 + 6))
+    alone = replace(RUN_1M, cp=1, seq_len=131072)
+    assert (ring_bytes(alone), exchange_bytes(alone)) == (0, 0)
+    # Receive buffers stay through the step, gathered keys and values live in one layer's attention.
+    assert "ring buffers" in plan_memory(ring).at_peak
+    attention = (
+        layer_bytes(gathered)["attention backward"] - layer_bytes(ring)["attention backward"]
+    )
+    assert attention == exchange_bytes(gathered) - exchange_bytes(ring)
 
 
 def test_rope_is_of_this_rank_only():
