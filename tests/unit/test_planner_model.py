@@ -158,7 +158,7 @@ def test_ring_and_allgather_buffers():
     assert (ring_bytes(gathered), exchange_bytes(gathered)) == (0, 8 * kv * (2 + 6))
     alone = replace(RUN_1M, cp=1, seq_len=131072)
     assert (ring_bytes(alone), exchange_bytes(alone)) == (0, 0)
-    # Receive buffers stay through the step, gathered keys and values live in one layer's attention.
+    # Receive buffers stay through the step, gathered keys and values for one layer's attention.
     assert "ring buffers" in plan_memory(ring).at_peak
     attention = (
         layer_bytes(gathered)["attention backward"] - layer_bytes(ring)["attention backward"]
