@@ -1,0 +1,153 @@
+"""Packed documents on several ranks: nothing leaks, nothing is counted twice, all read the same."""
+
+import recipes  # noqa: F401, I001  (before torchtitan: it chooses the device)
+
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torchtitan.distributed import ParallelDims
+
+from recipes.batch import BatchSharder
+from recipes.data import build_dataloader
+from recipes.data.packing import IGNORE, Packed, Piece
+from recipes.data.samples import build_sample, collate
+from striped_cp import unshard_sequence
+from tests.distributed.launch import run_ranks
+from tests.distributed.model_step import Step
+from tests.documents import NumberTokenizer, fingerprint, job, number_documents, write_jsonl
+
+SEQ_LEN = 64
+# Five documents a row, odd lengths, the two rows cut differently; row 1 has padding.
+LENGTHS = [[7, 13, 13, 17, 14], [3, 21, 7, 18, 9]]
+LOGITS = ("--memory.loss_chunk_tokens", "0", "--training.mixed_precision_param", "float32")
+
+
+def documents():
+    generator = torch.Generator().manual_seed(5)
+    return [
+        [torch.randint(3, 2000, (n,), generator=generator).numpy().astype("int32") for n in row]
+        for row in LENGTHS
+    ]
+
+
+def packed_batch(rows):
+    pieces = [Packed([Piece(tokens, IGNORE) for tokens in row], IGNORE) for row in rows]
+    return collate([build_sample(packed, SEQ_LEN, mask=True) for packed in pieces])
+
+
+def make_step(degree):
+    return Step("--parallelism.context_parallel_degree", str(degree), *LOGITS)
+
+
+@torch.no_grad()
+def logits(step, batch):
+    """Logits (B, S, V) of the whole sequences, on every rank."""
+    sharder = BatchSharder(step.config, step.dims)
+    tokens, *_, kwargs = sharder.shard(*batch)
+    local = step.parts[0](tokens, **kwargs)
+    if sharder.cp_mesh is None:
+        return local
+    return unshard_sequence(local, mesh=sharder.cp_mesh, layout=sharder.layout)
+
+
+def changed_positions(degree):
+    """For every row and document: where logits change when its first token does."""
+    step = make_step(degree)
+    before = logits(step, packed_batch(documents()))
+    found = []
+    for row in range(2):
+        for number in range(5):
+            other = documents()
+            other[row][number][0] += 1
+            after = logits(step, packed_batch(other))
+            changed = (after != before).any(dim=-1)
+            found.append([changed[r].nonzero().flatten().tolist() for r in range(2)])
+    return found
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_a_token_changes_its_own_document_and_no_other(degree):
+    expected = []
+    for row in range(2):
+        ends = np.cumsum(LENGTHS[row])
+        for end, length in zip(ends, LENGTHS[row], strict=True):
+            touched: list[list[int]] = [[], []]
+            touched[row] = list(range(end - length, end))
+            expected.append(touched)
+    for found in run_ranks(degree, changed_positions, degree):
+        assert found == expected
+
+
+def losses(degree):
+    """(loss of the packed batch, loss of its documents each alone), summed over their targets."""
+    step = make_step(degree)
+    inputs, labels = packed_batch(documents())
+    packed = step.loss_fn(logits(step, (inputs, labels)), labels).item()
+    alone = 0.0
+    if degree == 1:
+        for tokens in (t for row in documents() for t in row):
+            tokens = torch.from_numpy(tokens).long()[None]
+            with torch.no_grad():
+                alone += step.loss_fn(step.parts[0](tokens[:, :-1]), tokens[:, 1:]).item()
+    return packed, alone
+
+
+def test_the_loss_of_a_packed_batch_is_that_of_its_documents_alone():
+    _, alone = run_ranks(1, losses, 1)[0]
+    for degree in (1, 2, 4):
+        for packed, _ in run_ranks(degree, losses, degree):
+            assert packed == pytest.approx(alone, rel=1e-5)
+
+
+def read(folder, data_shard, context, workers):
+    """What a rank reads in three steps, and how many targets all ranks count in each."""
+    dims = ParallelDims(
+        dp_replicate=1,
+        dp_shard=data_shard,
+        cp=context,
+        tp=1,
+        pp=1,
+        ep=1,
+        etp=1,
+        world_size=dist.get_world_size(),
+    )
+    dims.build_mesh()
+    config = job(
+        training__dataset="local",
+        training__dataset_path=folder,
+        training__seq_len=32,
+        training__local_batch_size=2,
+        training__dataloader__num_workers=workers,
+        parallelism__context_parallel_degree=context,
+        parallelism__data_parallel_shard_degree=data_shard,
+    )
+    mesh = dims.get_optional_mesh("batch")
+    rank = 0 if mesh is None else mesh.get_local_rank()
+    batches = iter(build_dataloader(data_shard, rank, NumberTokenizer(), config))
+    sharder = BatchSharder(config, dims)
+    found = []
+    for _ in range(3):
+        inputs, labels = next(batches)
+        _, local, *_ = sharder.shard(inputs, labels)
+        counts = torch.tensor([(local != IGNORE).sum(), (labels != IGNORE).sum()])
+        dist.all_reduce(counts)
+        # Every context-parallel rank counted the whole batch in the second number.
+        assert counts[0] == counts[1] / context
+        found.append((fingerprint((inputs, labels)), int(counts[0])))
+    return rank, found
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_context_parallel_ranks_read_the_same_and_data_parallel_ranks_do_not(tmp_path, workers):
+    write_jsonl(tmp_path / "a.jsonl", number_documents([30, 5, 12, 90, 7, 7, 41, 16, 3, 25, 64]))
+    ranks = run_ranks(4, read, str(tmp_path), 2, 2, workers)
+    assert [rank for rank, _ in ranks] == [0, 0, 1, 1]
+    assert ranks[0] == ranks[1]
+    assert ranks[2] == ranks[3]
+    hashes = [{fingerprint for fingerprint, _ in found} for _, found in ranks]
+    assert not hashes[0] & hashes[2]
+    # Neither the context-parallel degree nor the workers change what is read.
+    alone = run_ranks(2, read, str(tmp_path), 2, 1, 0)
+    assert [alone[0], alone[1]] == [ranks[0], ranks[2]]
