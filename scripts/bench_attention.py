@@ -10,6 +10,10 @@
     python scripts/bench_attention.py --mode virtual --world-size 8 --seq-len 65536 \
         --heads 1 --kv-heads 1 --head-dim 128 --documents 49152,16384
 
+    # whole training steps through train.py instead of attention alone; settings for it after --
+    python scripts/bench_attention.py --end-to-end train_configs/debug_cpu.toml --world-size 2 \
+        --seq-len 16384 --repeats 3 -- --documents.no_mask
+
 In virtual mode the time of a ring is the sum over its steps of the slowest rank. The ideal, timed
 in the same run, is the kernel on the whole sequence on one device, divided by the number of ranks.
 On the CPU every rank has one thread. Lists of world sizes and lengths measure every combination.
@@ -24,12 +28,18 @@ from itertools import product
 from pathlib import Path
 
 import torch.distributed as dist
-from bench import distributed, virtual
+from bench import distributed, end_to_end, virtual
 from bench.case import DTYPES, Case, parse_layout
 from bench.plot import plot, require_matplotlib
-from bench.report import rows_of, table, write_json
+from bench.report import Row, rows_of, table, write_json
 
 from striped_cp.kernels import KERNELS
+
+# Options that describe one attention call, which a training job describes in its TOML.
+ATTENTION_ALONE = [
+    *("mode", "device", "batch", "heads", "kv_heads", "head_dim", "dtype"),
+    *("documents", "kernel", "rotate_method", "plot"),
+]
 
 
 def integers(text: str) -> tuple[int, ...]:
@@ -74,9 +84,20 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--kernel", choices=["auto", *KERNELS], default="auto")
     parser.add_argument("--rotate-method", choices=["ring", "allgather"], default="ring")
     parser.add_argument("--repeats", type=positive, default=5)
+    parser.add_argument(
+        "--end-to-end", type=Path, metavar="TOML", help="measure tokens/s of train.py with this job"
+    )
+    parser.add_argument("settings", nargs="*", help="with --end-to-end: the job's settings")
     parser.add_argument("--json", type=Path, metavar="FILE", help="one row per layout")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="a PNG; needs matplotlib")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.settings and not arguments.end_to_end:
+        parser.error(f"unrecognized arguments: {' '.join(arguments.settings)}")
+    for name in ATTENTION_ALONE if arguments.end_to_end else ():
+        if getattr(arguments, name) != parser.get_default(name):
+            option = name.replace("_", "-")
+            parser.error(f"--{option} does not apply to --end-to-end: the job's TOML decides")
+    return arguments
 
 
 def world_sizes(arguments: argparse.Namespace) -> tuple[int, ...]:
@@ -90,10 +111,7 @@ def world_sizes(arguments: argparse.Namespace) -> tuple[int, ...]:
     return (size,)
 
 
-def main() -> None:
-    arguments = parse_arguments()
-    if arguments.plot:
-        require_matplotlib()
+def measure_attention(arguments: argparse.Namespace) -> list[Row]:
     layouts = {name: parse_layout(name) for name in arguments.layouts.split(",")}
     cases = [
         Case(
@@ -114,16 +132,45 @@ def main() -> None:
     for case in cases:
         case.check(layouts.values())
     measure = (distributed if arguments.mode == "distributed" else virtual).measure
-    rows = []
+    rows: list[Row] = []
     for case in cases:
         samples = measure(case, layouts, arguments.repeats)
         if samples is not None:
             rows += rows_of(case, arguments.mode, samples)
     if distributed.under_torchrun():
         dist.destroy_process_group()
-    if not rows:
-        return
-    print(table(rows))
+    return rows
+
+
+def measure_training(arguments: argparse.Namespace) -> list[Row]:
+    layouts = arguments.layouts.split(",")
+    for layout in layouts:
+        parse_layout(layout)
+    rows: list[Row] = []
+    for world_size, seq_len in product(arguments.world_size or (2,), arguments.seq_len):
+        rows += end_to_end.measure(
+            world_size,
+            seq_len,
+            layouts,
+            arguments.repeats,
+            arguments.end_to_end,
+            arguments.settings,
+        )
+    return rows
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    if arguments.plot:
+        require_matplotlib()
+    if arguments.end_to_end:
+        rows = measure_training(arguments)
+        print(end_to_end.table(rows))
+    else:
+        rows = measure_attention(arguments)
+        if not rows:
+            return  # a rank of torchrun other than the first
+        print(table(rows))
     if arguments.json:
         write_json(arguments.json, rows)
     if arguments.plot:
