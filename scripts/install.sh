@@ -37,5 +37,5 @@ if [[ ! -x .venv/bin/python ]]; then
     "$python" -m venv .venv
 fi
 echo "Installing into .venv (a few minutes the first time)" >&2
-.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable ".${extra:+[$extra]}"
+.venv/bin/python -m pip install -qq --disable-pip-version-check --editable ".${extra:+[$extra]}"
 echo "$wanted" >"$stamp"

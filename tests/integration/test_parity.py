@@ -68,41 +68,47 @@ def test_only_one_rank_speaks_and_nobody_warns(by_degree: dict[int, Run]) -> Non
     assert "lspci" not in output
 
 
+# Parallelisms, as [parallelism] spells them, next to the degree of context parallelism.
+TENSOR = ("--parallelism.tensor_parallel_degree", "2")
+PIPELINE = ("--parallelism.pipeline_parallel_degree", "2")
+REPLICATE = ("--parallelism.data_parallel_replicate_degree", "2")
+NO_SHARDS = ("--parallelism.data_parallel_shard_degree", "1")
+COMPILE = ("--compile.enable", "--compile.components", "model")
+
+
+def context(degree: int) -> tuple[str, ...]:
+    return ("--parallelism.context_parallel_degree", str(degree))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "settings"),
-    [
-        (2, {"context": 1, "data_shard": 2}),
-        (2, {"context": 1, "data_replicate": 2, "data_shard": 1}),
-        (4, {"context": 2, "data_shard": 2}),
-        (4, {"context": 2, "data_replicate": 2, "data_shard": 1}),
-        (4, {"context": 2, "tensor": 2}),
-        (4, {"context": 2, "pipeline": 2}),
-    ],
+    [(4, (*context(2), *TENSOR)), (4, (*context(2), *PIPELINE)), (2, (*context(2), *COMPILE))],
+    ids=["tensor", "pipeline", "compile"],
 )
-def test_other_degrees_keep_the_curve(
+def test_other_parallelisms_keep_the_curve(
     common: tuple[str, ...],
     by_degree: dict[int, Run],
     tmp_path: Path,
     ranks: int,
-    settings: dict[str, int],
+    settings: tuple[str, ...],
 ) -> None:
-    # The two sequences of a step go to the data-parallel ranks in another order than to one rank,
-    # so that only a run whose ranks read the same data is comparable step by step.
-    degrees = [
-        argument
-        for name, degree in settings.items()
-        for argument in (f"--parallelism.{_key(name)}", str(degree))
-    ]
-    data_parallel = settings.get("data_shard", 1) * settings.get("data_replicate", 1)
-    batch = ("--training.local_batch_size", str(2 // data_parallel))
-    run = train(ranks, tmp_path, *common, *degrees, *batch)
+    run = train(ranks, tmp_path, *common, *settings)
+    assert_same_curve(run, by_degree[1])
     assert len(run.event_files) == 1
     assert run.scalars["n_tokens_seen"][STEPS] == STEPS * 2 * 132
-    if data_parallel == 1:
-        assert_same_curve(run, by_degree[1])
 
 
-def _key(name: str) -> str:
-    prefix, _, suffix = name.partition("_")
-    return f"{prefix}_parallel_{suffix}_degree" if suffix else f"{prefix}_parallel_degree"
+@pytest.mark.slow
+def test_data_parallelisms_share_one_curve(common: tuple[str, ...], tmp_path: Path) -> None:
+    """Two ranks read other data than one does, but the same whichever way they share the model."""
+    half = (*common, "--training.local_batch_size", "1")
+    sharded = train(2, tmp_path / "sharded", *half, *context(1))
+    for name, ranks, settings in (
+        ("replicated", 2, (*context(1), *REPLICATE, *NO_SHARDS)),
+        ("sharded, ring", 4, context(2)),
+        ("replicated, ring", 4, (*context(2), *REPLICATE)),
+    ):
+        run = train(ranks, tmp_path / name, *half, *settings)
+        assert_same_curve(run, sharded)
+        assert run.scalars["n_tokens_seen"][STEPS] == STEPS * 2 * 132
