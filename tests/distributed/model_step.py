@@ -71,7 +71,7 @@ class Step:
     def run(self) -> torch.Tensor:
         """Loss of the whole batch, summed over its tokens; gradients stay on the model."""
         sharder = BatchSharder(self.config, self.dims)
-        tokens, labels, kwargs = sharder.shard(*make_batch(self.config))
+        tokens, labels, *_, kwargs = sharder.shard(*make_batch(self.config))
         kwargs["labels"] = labels
         with self.context():
             if self.schedule is None:

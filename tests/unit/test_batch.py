@@ -56,7 +56,7 @@ def test_every_token_keeps_its_target_and_no_rank_shares_one(size: int) -> None:
     inputs, labels = batch()
     pairs = []
     for rank in range(size):
-        tokens, targets, kwargs = sharder(size, rank).shard(inputs, labels)
+        tokens, targets, _, kwargs = sharder(size, rank).shard(inputs, labels)
         assert tokens.shape == targets.shape == (2, 16 // size)
         assert torch.equal(inputs["input"][:, kwargs["positions"][0]], tokens)
         pairs += zip(tokens.flatten().tolist(), targets.flatten().tolist(), strict=True)
@@ -66,7 +66,7 @@ def test_every_token_keeps_its_target_and_no_rank_shares_one(size: int) -> None:
 
 def test_token_stripes() -> None:
     inputs, labels = batch(rows=1, seq_len=8)
-    tokens, targets, kwargs = sharder(2, 1).shard(inputs, labels)
+    tokens, targets, _, kwargs = sharder(2, 1).shard(inputs, labels)
     assert tokens.tolist() == [[1, 3, 5, 7]]
     assert targets.tolist() == [[2, 4, 6, 8]]
     assert kwargs["positions"].tolist() == [[1, 3, 5, 7]]
@@ -81,7 +81,7 @@ def test_layout_follows_the_settings() -> None:
         ([balancer, "contiguous"], [0, 1, 2, 3]),
         (["--striped_cp.block_size", "2"], [0, 1, 4, 5]),
     ):
-        tokens, _, _ = sharder(2, 0, *args).shard(inputs, labels)
+        tokens, *_ = sharder(2, 0, *args).shard(inputs, labels)
         assert tokens.tolist() == [expected]
 
 
@@ -91,12 +91,12 @@ BOUNDARIES = torch.tensor([[0, 3, 8, 8], [0, 8, 8, 8]])
 def test_documents_stay_whole_and_positions_restart() -> None:
     inputs, labels = batch(seq_len=8)
     inputs["boundaries"] = BOUNDARIES
-    _, _, kwargs = sharder(2, 1).shard(inputs, labels)
+    *_, kwargs = sharder(2, 1).shard(inputs, labels)
     assert torch.equal(kwargs["attention_masks"].boundaries, BOUNDARIES)
     assert kwargs["positions"].tolist() == [[1, 0, 2, 4], [1, 3, 5, 7]]
-    _, _, kwargs = sharder(2, 1, "--documents.no_reset_positions").shard(inputs, labels)
+    *_, kwargs = sharder(2, 1, "--documents.no_reset_positions").shard(inputs, labels)
     assert kwargs["positions"].tolist() == [[1, 3, 5, 7]]
-    _, _, kwargs = sharder(2, 1, "--documents.no_mask").shard(inputs, labels)
+    *_, kwargs = sharder(2, 1, "--documents.no_mask").shard(inputs, labels)
     assert kwargs["attention_masks"] is None
     assert kwargs["positions"].tolist() == [[1, 3, 5, 7]]
 
@@ -104,14 +104,27 @@ def test_documents_stay_whole_and_positions_restart() -> None:
 def test_one_document_a_row_is_plain_causal_attention() -> None:
     inputs, labels = batch(seq_len=8)
     inputs["boundaries"] = BOUNDARIES[1:].expand(2, -1)
-    _, _, kwargs = sharder(2, 0).shard(inputs, labels)
+    *_, kwargs = sharder(2, 0).shard(inputs, labels)
     assert kwargs["attention_masks"] is None
 
 
 def test_a_pipeline_gets_positions_for_every_row() -> None:
-    _, _, kwargs = sharder(2, 0, pp=True).shard(*batch(rows=3, seq_len=8))
+    *_, kwargs = sharder(2, 0, pp=True).shard(*batch(rows=3, seq_len=8))
     assert kwargs["positions"].tolist() == [[0, 2, 4, 6]] * 3
 
 
 def test_sharding_is_the_layout() -> None:
     assert sharder(2, 0).layout == Striped(1)
+
+
+def test_context_counts_what_a_token_sees() -> None:
+    inputs, labels = batch(seq_len=8)
+    inputs["boundaries"] = BOUNDARIES
+    in_document, in_sequence = [[1, 0, 2, 4], [1, 3, 5, 7]], [[1, 3, 5, 7]]
+    for args, expected in (
+        ([], in_document),
+        (["--documents.no_reset_positions"], in_document),
+        (["--documents.no_mask"], in_sequence),
+    ):
+        _, _, context, _ = sharder(2, 1, *args).shard(inputs, labels)
+        assert context.tolist() == expected
