@@ -1,0 +1,94 @@
+"""A run interrupted twice, at changing context-parallel degrees, is the run that was not."""
+
+import recipes  # noqa: F401, I001  (before torchtitan: it chooses the device)
+
+import os
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from recipes.config import load_config
+from recipes.llama3 import train_spec
+from recipes.trainer import StripedTrainer
+from tests.distributed.launch import run_ranks
+from tests.documents import fingerprint, number_documents, write_jsonl
+
+STEPS = 6
+
+
+def settings(folder, data, steps, degree, *more):
+    return [
+        *("--job.config_file", "train_configs/debug_cpu.toml", "--job.dump_folder", folder),
+        *("--training.dataset", "local", "--training.dataset_path", data),
+        *("--training.seq_len", "64", "--training.local_batch_size", "1"),
+        *("--training.steps", str(steps), "--debug.seed", "3", "--metrics.log_freq", "1"),
+        *("--lr_scheduler.total_steps", str(STEPS), "--lr_scheduler.warmup_steps", "1"),
+        *("--parallelism.context_parallel_degree", str(degree)),
+        *("--checkpoint.enable", "--checkpoint.interval", "1000"),
+        *("--checkpoint.no-last-save-model-only", "--metrics.no-enable-tensorboard", *more),
+    ]
+
+
+def train(*args):
+    """Losses and sequences by step, of the steps that this run made itself."""
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())
+    train_spec.register()
+    trainer = StripedTrainer(load_config(settings(*args), dist.get_world_size()))
+    losses, batches = {}, {}
+    log = trainer.metrics_processor.log
+    load = trainer.batch_generator
+
+    def keep_log(step, loss, *args, **kwargs):
+        losses[step] = loss
+        return log(step, loss, *args, **kwargs)
+
+    def keep_batches(iterable):
+        for batch in load(iterable):
+            batches[trainer.step] = fingerprint(batch)
+            yield batch
+
+    trainer.metrics_processor.log = keep_log
+    trainer.batch_generator = keep_batches
+    with mock.patch("time.sleep"):
+        trainer.train()
+    trainer.close()
+    return losses, batches
+
+
+@pytest.fixture
+def data(tmp_path):
+    """Five short documents: the steps of a run go round them more than once."""
+    lengths = [9, 30, 15, 42, 5]
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_jsonl(folder / "a.jsonl", number_documents(lengths))
+    return str(folder)
+
+
+def test_resumed_twice_with_other_context_parallel_degrees(data, tmp_path):
+    whole = run_ranks(2, train, str(tmp_path / "whole"), data, STEPS, 2)[0]
+    assert sorted(whole[0]) == list(range(1, STEPS + 1))
+    folder = str(tmp_path / "parts")
+    losses, batches = {}, {}
+    for degree, steps in ((2, 2), (1, 4), (2, STEPS)):
+        for rank_losses, rank_batches in run_ranks(degree, train, folder, data, steps, degree):
+            if rank_losses:
+                losses |= rank_losses
+            assert all(batches.get(step, h) == h for step, h in rank_batches.items())
+            batches |= rank_batches
+    assert batches == whole[1]
+    assert len(set(batches.values())) == STEPS
+    assert losses == pytest.approx(whole[0], rel=1e-4)
+
+
+def test_another_data_parallel_degree_is_refused_before_the_run(data, tmp_path):
+    folder = str(tmp_path / "run")
+    run_ranks(1, train, folder, data, 2, 1)
+    with pytest.raises(ValueError, match=r"step-2: .* data-parallel degree 1, this run has 2: "):
+        load_config(settings(folder, data, 4, 1), world_size=2)
+    # The way on that the message names.
+    excluded = ("--checkpoint.exclude_from_loading", "dataloader")
+    load_config(settings(folder, data, 4, 1, *excluded), world_size=2)
+    assert torch.distributed.is_initialized() is False
