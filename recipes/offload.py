@@ -40,9 +40,11 @@ class CheckpointOffload:
         """Run one block: what autograd or a checkpoint saves of `block_input` goes to the host."""
         self._blocks = _Block(self._blocks)
 
+        # Autograd holds on to `pack`, which therefore must not hold the tensor.
+        wanted = _identity(block_input)
+
         def pack(tensor: Tensor) -> "Tensor | HostTensor":
-            same = tensor.data_ptr() == block_input.data_ptr() and tensor.dtype == block_input.dtype
-            return self.store(tensor) if same and tensor.shape == block_input.shape else tensor
+            return self.store(tensor) if _identity(tensor) == wanted else tensor
 
         def unpack(saved: "Tensor | HostTensor") -> Tensor:
             return saved if isinstance(saved, Tensor) else self.fetch(saved)
@@ -128,6 +130,10 @@ class HostTensor:
         self.device = device
         self.host = host
         self.arriving: tuple[Tensor, torch.Event] | None = None
+
+
+def _identity(tensor: Tensor) -> tuple:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _empty_on_host(tensor: Tensor) -> Tensor:

@@ -51,7 +51,9 @@ def compare_all(path, overrides, names):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_loss_and_gradients(layout, plain):
     world_size, overrides = LAYOUTS[layout]
-    for errors in run_ranks(world_size, compare_all, plain, overrides, list(LEVERS)):
+    # Under two kinds of parallelism at once: nothing and everything.
+    names = list(LEVERS) if " " not in layout else ["none", "all"]
+    for errors in run_ranks(world_size, compare_all, plain, overrides, names):
         for name, error in errors.items():
             assert error["loss"] < 1e-5, (name, error)
             assert error["gradients"] < 1e-5, (name, error)

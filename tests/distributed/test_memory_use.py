@@ -1,0 +1,88 @@
+"""What the memory levers save: bytes alive during one training step of the debug model.
+
+The figures of docs/memory.md: python -m tests.distributed.test_memory_use
+"""
+
+import pytest
+import torch.distributed as dist
+
+from recipes import offload
+from tests.distributed.launch import run_ranks
+from tests.distributed.model_step import Step
+from tests.distributed.test_memory_levers import PLAIN
+from tests.live_bytes import LiveBytes
+
+FULL = ["--activation_checkpoint.mode", "full"]
+LOSS = ["--memory.loss_chunk_tokens", "512"]
+MLP = ["--memory.mlp_chunk_tokens", "512"]
+OFFLOAD = ["--memory.offload_checkpoints"]
+LEVERS = {
+    "plain": [],
+    "loss in chunks": LOSS,
+    "checkpoints, attention kept": FULL,
+    "checkpoints, attention recomputed": [*FULL, "--memory.recompute_attention"],
+    "checkpoints, loss in chunks": [*FULL, *LOSS],
+    "checkpoints, loss and MLP in chunks": [*FULL, *LOSS, *MLP],
+    "all: checkpoints offloaded too": [*FULL, *LOSS, *MLP, *OFFLOAD],
+}
+
+
+def measure(seq_len, levers):
+    """By lever: loss, peak bytes, and bytes alive between forward and backward, of this rank."""
+    size = ["--training.seq_len", str(seq_len), "--training.local_batch_size", "1"]
+    size += ["--parallelism.context_parallel_degree", str(dist.get_world_size())]
+    return {name: measure_step(Step(*size, *PLAIN, *LEVERS[name])) for name in levers}
+
+
+def measure_step(step):
+    live, kept = LiveBytes(), []
+    to_host = offload._empty_on_host
+    offload._empty_on_host = lambda tensor: live.leave_out(to_host(tensor))
+    loss_fn = step.loss_fn
+
+    def spy(*args):
+        loss = loss_fn(*args)
+        kept.append(live.now)
+        return loss
+
+    step.loss_fn = spy
+    try:
+        with live:
+            loss = step.run().item()
+    finally:
+        offload._empty_on_host = to_host
+    return {"loss": loss, "peak": live.peak, "kept": kept[0]}
+
+
+def assert_a_quarter(results):
+    plain, everything = results["plain"], results["all: checkpoints offloaded too"]
+    assert everything["loss"] == pytest.approx(plain["loss"], rel=1e-5)
+    assert everything["peak"] <= plain["peak"] / 4
+
+
+def test_all_levers_take_a_quarter():
+    for results in run_ranks(2, measure, 4096, ["plain", "all: checkpoints offloaded too"]):
+        assert_a_quarter(results)
+
+
+@pytest.mark.slow
+def test_all_levers_take_a_quarter_at_16k():
+    for results in run_ranks(2, measure, 16_384, list(LEVERS), timeout=280):
+        assert_a_quarter(results)
+        for values in results.values():
+            assert values["loss"] == pytest.approx(results["plain"]["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("levers", ["plain", "checkpoints, attention kept"])
+def test_what_layers_keep_is_divided_by_the_ring(levers):
+    """Bytes alive between forward and backward at cp 1, 2 and 4, without the logits' share."""
+    kept = {size: run_ranks(size, measure, 1024, [levers])[0][levers]["kept"] for size in (1, 2, 4)}
+    assert kept[2] / kept[1] == pytest.approx(1 / 2, rel=0.05)
+    assert kept[4] / kept[1] == pytest.approx(1 / 4, rel=0.05)
+
+
+if __name__ == "__main__":
+    table = run_ranks(2, measure, 16_384, list(LEVERS), timeout=600)[0]
+    for name, values in table.items():
+        share = values["peak"] / table["plain"]["peak"]
+        print(f"| {name} | {values['peak'] / 2**20:.0f} | {share:.2f} | {values['loss']:.4f} |")
