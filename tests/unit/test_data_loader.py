@@ -2,12 +2,14 @@
 
 import io
 import json
+import tracemalloc
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from recipes.data import build_dataloader, build_validation_dataloader
+from recipes.data import DocumentLoader, build_dataloader, build_validation_dataloader
 from recipes.data.resume import check_checkpoint
 from tests.documents import NumberTokenizer, fingerprint, job, number_documents, write_jsonl
 
@@ -193,6 +195,39 @@ def test_a_checkpoint_of_torchtitans_loader_is_refused(files, tmp_path):
     config = settings(files, job__dump_folder=str(tmp_path / "out"), checkpoint__enable=True)
     with pytest.raises(ValueError, match="written by another data loader"):
         check_checkpoint(config, 1)
+
+
+class Endless:
+    """Documents of 40,000 tokens, each made when it is read."""
+
+    identity = "endless"
+
+    def documents(self, epoch, cursor, rank, degree):
+        for i in range(500):
+            yield {"document": i}, np.full(40_000, i, np.int32)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_memory_does_not_grow_with_the_data(workers):
+    """80 MB of tokens pass; sequences of 65,536 look 8 ahead, which is 2 MB."""
+    part = DocumentLoader(
+        Endless(),
+        NumberTokenizer(),
+        dp_rank=0,
+        dp_degree=1,
+        seq_len=65536,
+        batch_size=1,
+        packing="pack",
+        mask=True,
+        infinite=False,
+        num_workers=workers,
+    )
+    tracemalloc.start()
+    batches = sum(1 for _ in part)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert batches >= 20_000_000 // 65536
+    assert peak < 16e6
 
 
 def test_the_state_is_plain_and_small(files):
