@@ -52,6 +52,9 @@ def install() -> None:
         from torchtitan.tools import utils
     # torchtitan 0.2.2 runs `lspci`, warns when it is missing, and assumes an A100 (312 TFLOPS).
     utils.get_peak_flops = lambda device_name: measured_peak_flops()
+    from torchtitan.tools import profiling
+
+    profiling.torch = TorchWithoutGpuProfiler()
 
 
 def use_sum_reductions(model: nn.Module) -> None:
@@ -85,6 +88,25 @@ def init_weights_as_one(model: nn.Module, build: Callable[[], "ModelProtocol"]) 
             mesh, placements = parameter.device_mesh, parameter.placements
             value = distribute_tensor(value, mesh, placements, src_data_rank=None)
         parameter.copy_(value)
+
+
+class TorchWithoutGpuProfiler:
+    """`torch` as torchtitan's profiler (0.2.2) needs it.
+
+    On a host without a GPU it asks for the activities [CPU, None], which torch 2.13 refuses.
+    """
+
+    def __getattr__(self, name: str):
+        return getattr(torch, name)
+
+    class profiler:
+        ProfilerActivity = torch.profiler.ProfilerActivity
+        schedule = staticmethod(torch.profiler.schedule)
+
+        @staticmethod
+        def profile(activities: list, **settings):
+            present = [activity for activity in activities if activity is not None]
+            return torch.profiler.profile(activities=present, **settings)
 
 
 class CpuDevice:

@@ -59,7 +59,9 @@ class LossByPosition:
         if not losses:
             return
         bucket = torch.bucketize(context, self._edges, right=True).expand_as(labels).flatten()
-        values = torch.stack([torch.cat(losses).double(), (labels != IGNORE_INDEX).double()])
+        # A pipeline runs its stages once more before its first step, to learn the shapes.
+        of_batch = torch.cat(losses)[-len(labels) :]
+        values = torch.stack([of_batch.double(), (labels != IGNORE_INDEX).double()])
         self._sums.index_add_(1, bucket, values.flatten(1))
 
     def take(self, mesh: DeviceMesh | None) -> list[Bucket]:

@@ -30,6 +30,7 @@ from recipes.metrics.charts import custom_scalars
 from recipes.metrics.flops import Flops
 from recipes.metrics.interval import Interval
 from recipes.metrics.positions import LossByPosition
+from recipes.metrics.progress import signs_of_life
 from recipes.metrics.ring_clock import (
     DeviceRingClock,
     HostRingClock,
@@ -61,6 +62,7 @@ class StripedMetrics(MetricsProcessor):
         self.positions = LossByPosition(job_config.training.seq_len, self.device)
         self.ring_clock: RingClock | None = None
         self.planned = self._plan()
+        self.step_seconds = self.planned.get("planned/end_to_end(s)")
         self.summary = Summary(parallel_dims.world_size, self.gpu_peak_flops, self.planned)
         self.tensorboard = self._tensorboard()
         if self.tensorboard is not None:
@@ -90,7 +92,7 @@ class StripedMetrics(MetricsProcessor):
         self.ring_clock = None
         if measured:
             self.ring_clock = HostRingClock() if device_type == "cpu" else DeviceRingClock()
-        with observe(self.ring_clock):
+        with observe(self.ring_clock), signs_of_life(step, self.step_seconds):
             yield
 
     # What is logged.
@@ -118,8 +120,8 @@ class StripedMetrics(MetricsProcessor):
             100 * flops / (rank_seconds * self.gpu_peak_flops)
             for flops in (work.flops, work.flops_causal)
         )
-        step_seconds = seconds / interval.steps
-        seconds_left = step_seconds * (self.job_config.training.steps - step)
+        self.step_seconds = seconds / interval.steps
+        seconds_left = self.step_seconds * (self.job_config.training.steps - step)
         metrics = {
             "loss_metrics/global_avg_loss": global_avg_loss,
             "loss_metrics/global_max_loss": global_max_loss,
@@ -129,7 +131,7 @@ class StripedMetrics(MetricsProcessor):
             "tflops": work.flops / rank_seconds / 1e12,
             "mfu(%)": mfu,
             "mfu_causal(%)": mfu_causal,
-            "time_metrics/end_to_end(s)": step_seconds,
+            "time_metrics/end_to_end(s)": self.step_seconds,
             "time_metrics/data_loading(s)": interval.loading_seconds / interval.batches,
             "time_metrics/data_loading(%)": 100 * interval.loading_seconds / seconds,
             "time_metrics/left(h)": seconds_left / 3600,

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torchtitan.models.utils import get_dense_model_nparams_and_flops
+from torchtitan.tools.logging import logger
 
 from recipes.llama3.args import FLAVORS
 from recipes.loss import LossHead, build_loss, collect_token_losses
@@ -15,6 +16,7 @@ from recipes.metrics.charts import custom_scalars
 from recipes.metrics.flops import Flops, visible_pairs
 from recipes.metrics.interval import Interval
 from recipes.metrics.positions import LossByPosition
+from recipes.metrics.progress import signs_of_life
 from recipes.metrics.ring_clock import HostRingClock
 from recipes.metrics.summary import Summary, Work
 
@@ -152,6 +154,21 @@ def test_charts_name_tags_as_tensorboard_reads_them():
     (pattern,) = custom_scalars()["Loss"]["loss by position"][1]
     assert re.match(pattern, "loss_by_position/64-127")
     assert not re.match(pattern, "validation_loss_by_position/64-127")
+
+
+def test_long_steps_give_signs_of_life(caplog):
+    with caplog.at_level("INFO", logger=logger.name), signs_of_life(1, None, every=0.02):
+        time.sleep(0.1)
+    with caplog.at_level("INFO", logger=logger.name), signs_of_life(7, 300.0, every=0.02):
+        time.sleep(0.1)
+    lines = [record.message for record in caplog.records]
+    assert any(re.match("step 1: 0 s so far", line) for line in lines)
+    assert any(line == "step 7: 0 s of about 300 s" for line in lines)
+    count = len(lines)
+    with signs_of_life(8, 300.0, every=0.02):
+        pass
+    time.sleep(0.05)
+    assert len(caplog.records) == count
 
 
 def test_summary(tmp_path):
