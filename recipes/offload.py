@@ -57,7 +57,7 @@ class CheckpointOffload:
         assert self._blocks is not None
         stored = HostTensor(self._blocks, tensor.device, _empty_on_host(tensor))
         self._blocks.tensors.append(weakref.ref(stored))
-        if tensor.device.type == "cpu":
+        if not has_own_memory(tensor.device):
             stored.host.copy_(tensor)
             return stored
         self._let_go()
@@ -70,7 +70,7 @@ class CheckpointOffload:
 
     def fetch(self, stored: "HostTensor") -> Tensor:
         """The tensor on its device; sends for its whole block and for the block before it."""
-        if stored.device.type == "cpu":
+        if not has_own_memory(stored.device):
             return stored.host
         self._let_go()
         stored.block.send_for(self._side_stream())
@@ -132,15 +132,19 @@ class HostTensor:
         self.arriving: tuple[Tensor, torch.Event] | None = None
 
 
+def has_own_memory(device: torch.device) -> bool:
+    """Whether a device's memory is another than the host's."""
+    return device.type != "cpu"
+
+
 def _identity(tensor: Tensor) -> tuple:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _empty_on_host(tensor: Tensor) -> Tensor:
     """Host memory for a tensor, with its strides; pinned, so that copies run beside kernels."""
-    pinned = tensor.device.type != "cpu"
     try:
-        return torch.empty_like(tensor, device="cpu", pin_memory=pinned)
+        return torch.empty_like(tensor, device="cpu", pin_memory=has_own_memory(tensor.device))
     except RuntimeError as error:
         raise RuntimeError(
             f"memory.offload_checkpoints: the host has no room for {tensor.nbytes / 2**30:.2f} GiB "
