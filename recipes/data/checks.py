@@ -7,12 +7,11 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.hf_datasets.text_datasets import DATASETS
 
 from recipes.config_types import InvalidSetting
+from recipes.data.dataset import build_source, check_documents
 from recipes.data.files import find_files
 from recipes.data.records import SUFFIXES
 from recipes.data.resume import check_checkpoint
 from recipes.data.shards import is_shard_folder
-from recipes.data.sources import PreparedSource
-from recipes.data.tokens import tokenizer_identity
 
 _NAMES = '"sample", "local" with dataset_path, {}, or owner/name of a Hugging Face dataset'
 
@@ -22,15 +21,16 @@ def check_data(config: Any, dp_degree: int) -> None:
 
     Raises:
         InvalidSetting: an unknown dataset, files that are not there, or options that do not apply.
-        ValueError: a prepared folder or a checkpoint that does not fit the run.
+        ValueError: documents, a prepared folder or a checkpoint that do not fit the run.
     """
-    _check_section(config, "training")
-    if config.validation.enable:
-        _check_section(config, "validation")
+    for section in ("training", "validation"):
+        if section == "training" or config.validation.enable:
+            _check_settings(config, section)
+            _check_documents(config, section, dp_degree)
     check_checkpoint(config, dp_degree)
 
 
-def _check_section(config: Any, section: str) -> None:
+def _check_settings(config: Any, section: str) -> None:
     data = getattr(config, section)
     name, path = data.dataset, data.dataset_path
     if name == "local":
@@ -51,14 +51,17 @@ def _check_section(config: Any, section: str) -> None:
         if value != default and (name in ("local", "sample") or name in DATASETS):
             why = f"dataset is {name!r}"
             raise InvalidSetting(f"{section}.{key}", value, why, "with a Hugging Face dataset")
-    if prepared:
-        # Opening it compares the tokenizers.
-        tokenizer = HuggingFaceTokenizer(config.model.hf_assets_path)
-        PreparedSource(Path(path), tokenizer_identity(tokenizer), shuffle_seed=None)
     seed = config.documents.shuffle_seed
     if section == "training" and seed is not None and not prepared:
         allowed = "with a folder that scripts/prepare_documents.py wrote"
         raise InvalidSetting("documents.shuffle_seed", seed, "needs prepared documents", allowed)
+
+
+def _check_documents(config: Any, section: str, dp_degree: int) -> None:
+    """Look into the files. The hub's are left to the loader: to open them takes long."""
+    if getattr(config, section).dataset in ("local", "sample"):
+        tokenizer = HuggingFaceTokenizer(config.model.hf_assets_path)
+        check_documents(build_source(config, section, tokenizer), dp_degree)
 
 
 def _check_path(section: str, path: str | None) -> None:

@@ -223,3 +223,13 @@ def test_a_damaged_folder_is_refused(prepared):
 def test_impossible_settings_stop_the_run_before_it_starts(args, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         load_config(args, world_size=1)
+
+
+def test_files_are_looked_into_before_the_run_starts(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", ["a truth", "a wife"])
+    args = ["--training.dataset", "local", "--training.dataset_path", str(tmp_path / "a.jsonl")]
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 1: column 'body' is missing"):
+        load_config([*args, "--training.text_column", "body"], world_size=1)
+    with pytest.raises(ValueError, match="2 documents are too few for a data-parallel degree of 4"):
+        load_config(args, world_size=4)
+    assert load_config(args, world_size=2).training.dataset == "local"
