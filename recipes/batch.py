@@ -10,6 +10,7 @@ from torchtitan.distributed import ParallelDims
 
 from recipes.config import StripedJobConfig
 from recipes.config_checks import layout_of
+from recipes.llama3.args import FLAVORS
 from striped_cp import Documents, Layout, shard_sequence
 
 
@@ -31,6 +32,7 @@ class BatchSharder:
         self.reset_positions = job_config.documents.reset_positions
         self.cp_mesh: DeviceMesh | None = parallel_dims.get_optional_mesh("cp")
         self.pp_enabled = parallel_dims.pp_enabled
+        self.flavor = job_config.model.flavor
 
     def shard(
         self, input_dict: Mapping[str, torch.Tensor], labels: torch.Tensor
@@ -47,6 +49,7 @@ class BatchSharder:
             "positions" and the "attention_masks" of the whole sequence.
         """
         tokens = input_dict["input"]
+        self._check_tokens(tokens)
         documents = self._documents(input_dict.get("boundaries"))
         place = self._place(tokens.shape[1])
         context = place[None] if documents is None else documents.positions_in_document(place)
@@ -58,6 +61,17 @@ class BatchSharder:
             tokens = shard_sequence(tokens, mesh=self.cp_mesh, layout=self.layout)
             labels = shard_sequence(labels, mesh=self.cp_mesh, layout=self.layout)
         return tokens, labels, context, {"positions": positions, "attention_masks": documents}
+
+    def _check_tokens(self, tokens: torch.Tensor) -> None:
+        """Tokenizers are compared before the run; files of token ids can be damaged after that."""
+        least, most = (int(end) for end in tokens.aminmax())
+        vocab_size = FLAVORS[self.flavor].vocab_size
+        if least < 0 or most >= vocab_size:
+            wrong = least if least < 0 else most
+            raise ValueError(
+                f"token id {wrong} in the data, flavor {self.flavor} has 0 to {vocab_size - 1}: "
+                "the files are damaged or were tokenized for another model"
+            )
 
     def _place(self, seq_len: int) -> torch.Tensor:
         """Place in the sequence of every local token, int64 (S/P,)."""

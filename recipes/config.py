@@ -204,6 +204,7 @@ def load_config(args: Sequence[str], world_size: int | None = None) -> StripedJo
     table = _read_toml(path) if path else {}
     try:
         table = check_table(table, StripedJobConfig)
+        _refuse_code(table)
         config = _parse(args, table)
         check_config(config)
         if world_size is not None:
@@ -219,6 +220,14 @@ def load_config(args: Sequence[str], world_size: int | None = None) -> StripedJo
     return config
 
 
+def _refuse_code(table: dict[str, Any]) -> None:
+    """A recipe is data: only who starts the run may name code to run."""
+    module = table.get("experimental", {}).get("custom_import", "")
+    if module:
+        key, why = "experimental.custom_import", "a file may not name code to run"
+        raise InvalidSetting(key, module, why, f"--{key} {module} on the command line")
+
+
 class _Manager(ConfigManager):
     """torchtitan's parser (0.2.2) over a table that was read and checked before.
 
@@ -232,6 +241,13 @@ class _Manager(ConfigManager):
 
     def _maybe_load_toml(self, args: list[str]) -> dict[str, Any]:
         return self._table
+
+    def _maybe_add_custom_config(
+        self, args: list[str], toml_values: dict[str, Any]
+    ) -> type[StripedJobConfig]:
+        """Not the module of job.custom_config_module, which `config_checks` refuses: importing it
+        would run code that a recipe names."""
+        return StripedJobConfig
 
     def _validate_config(self) -> None:
         pass
@@ -272,6 +288,8 @@ def _read_toml(path: str) -> dict[str, Any]:
     with open(path, "rb") as file:
         try:
             return tomllib.load(file)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from None
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"{path}: not valid TOML: {error}") from None
 

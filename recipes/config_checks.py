@@ -1,4 +1,4 @@
-"""Checks of a configuration: ranges, and what fits together.
+"""Checks of a configuration: what fits together.
 
 Every check raises `InvalidSetting`; `recipes.config.load_config` adds where the setting came from.
 They all run before a process group exists, on every rank alike.
@@ -6,128 +6,27 @@ They all run before a process group exists, on every rank alike.
 
 import math
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from recipes.config_types import InvalidSetting, choices, toml
+from recipes.config_types import InvalidSetting, toml
+from recipes.host_checks import check_host
 from recipes.memory_checks import check_host_memory, check_memory
+from recipes.value_checks import check_values, get
 from striped_cp.layout import Contiguous, HeadTail, Layout, Striped
 
 if TYPE_CHECKING:
     from recipes.config import StripedJobConfig
 
 
-_AT_LEAST_ONE = (
-    "training.seq_len",
-    "training.local_batch_size",
-    "training.steps",
-    "training.gc_freq",
-    "metrics.log_freq",
-    "checkpoint.interval",
-    "validation.freq",
-    "comm.init_timeout_seconds",
-    "comm.train_timeout_seconds",
-    "parallelism.data_parallel_replicate_degree",
-    "parallelism.context_parallel_degree",
-    "parallelism.tensor_parallel_degree",
-    "parallelism.pipeline_parallel_degree",
-    "parallelism.pipeline_parallel_microbatch_size",
-    "striped_cp.block_size",
-    "rope.scaling_factor",
-    "rope.original_max_position_embeddings",
-    "training.dataloader.prefetch_factor",
-    "validation.dataloader.prefetch_factor",
-)
-_AT_LEAST_ZERO = (
-    "optimizer.lr",
-    "optimizer.weight_decay",
-    "lr_scheduler.warmup_steps",
-    "lr_scheduler.min_lr_factor",
-    "checkpoint.keep_latest_k",
-    "training.dataloader.num_workers",
-    "validation.dataloader.num_workers",
-    "documents.shuffle_seed",
-    "memory.loss_chunk_tokens",
-    "memory.mlp_chunk_tokens",
-)
-_POSITIVE = ("training.max_norm", "rope.theta", "rope.low_freq_factor", "rope.high_freq_factor")
-_MINUS_ONE_OR_AT_LEAST_ONE = (
-    "training.global_batch_size",
-    "parallelism.data_parallel_shard_degree",
-    "validation.steps",
-    "validation.seq_len",
-    "validation.local_batch_size",
-)
-_ONE_OF: dict[str, tuple[str, ...]] = {
-    "optimizer.name": ("Adam", "AdamW"),
-    "model.converters": ("quantize.linear.float8", "quantize.linear.mx"),
-    "compile.components": ("model", "loss"),
-    "parallelism.pipeline_parallel_schedule": (
-        "GPipe",
-        "1F1B",
-        "Interleaved1F1B",
-        "LoopedBFS",
-        "InterleavedZeroBubble",
-        "ZBVZeroBubble",
-    ),
-}
-# Keys of torchtitan 0.2.2 that would be ignored, or go wrong, here: the only value, and why.
-_ONLY: dict[str, tuple[object, str]] = {
-    "parallelism.context_parallel_rotate_method": ("", "set striped_cp.rotate_method instead"),
-    "parallelism.expert_parallel_degree": (1, "the model has no experts"),
-    "parallelism.expert_tensor_parallel_degree": (1, "the model has no experts"),
-    "parallelism.expert_parallel_comm_backend": ("standard", "the model has no experts"),
-    "debug.moe_force_load_balance": (False, "the model has no experts"),
-    "fault_tolerance.enable": (False, "torchtitan's trainer reads it in an experiment only"),
-    "memory_estimation.enable": (False, "run scripts/plan.py on this file instead"),
-    "comm.mode": ("default", "run scripts/plan.py for a dry run"),
-    "job.custom_config_module": ("", "the schema is recipes/config.py; add your fields there"),
-    "experimental.custom_args_module": ("", "the schema is recipes/config.py"),
-    "model.tokenizer_path": (None, "set model.hf_assets_path instead"),
-}
-
-
-def get(config: object, key: str) -> Any:
-    """Value of a dotted key."""
-    for part in key.split("."):
-        config = getattr(config, part)
-    return config
-
-
 def check_config(config: "StripedJobConfig") -> None:
     """Check everything that the configuration says by itself."""
-    _check_ranges(config)
-    _check_choices(config)
+    check_values(config)
     _check_activation_checkpoint(config)
     _check_rope(config)
     _check_sequence(config)
     _check_pipeline(config)
+    _check_tools(config)
     check_memory(config)
-
-
-def _check_ranges(config: "StripedJobConfig") -> None:
-    rules = (
-        (_AT_LEAST_ONE, lambda v: v >= 1, "at least 1"),
-        (_AT_LEAST_ZERO, lambda v: v >= 0, "at least 0"),
-        (_POSITIVE, lambda v: v > 0, "above 0"),
-        (_MINUS_ONE_OR_AT_LEAST_ONE, lambda v: v == -1 or v >= 1, "-1 or at least 1"),
-    )
-    for keys, fits, allowed in rules:
-        for key in keys:
-            value = get(config, key)
-            if value is not None and not (math.isfinite(value) and fits(value)):
-                raise InvalidSetting(key, value, "out of range", allowed)
-
-
-def _check_choices(config: "StripedJobConfig") -> None:
-    for key, allowed in _ONE_OF.items():
-        value = get(config, key)
-        if not set([value] if isinstance(value, str) else value) <= set(allowed):
-            raise InvalidSetting(key, value, "unknown value", choices(allowed))
-    for key, (only, why) in _ONLY.items():
-        value = get(config, key)
-        if value != only:
-            allowed_text = "leave it unset" if only in ("", None) else toml(only)
-            raise InvalidSetting(key, value, f"not supported, {why}", allowed_text)
 
 
 def _check_activation_checkpoint(config: "StripedJobConfig") -> None:
@@ -220,6 +119,22 @@ def _check_pipeline(config: "StripedJobConfig") -> None:
             raise InvalidSetting(f"validation.{name}", value, why, f"{training} or -1")
 
 
+def _check_tools(config: "StripedJobConfig") -> None:
+    profiling = config.profiling
+    cycle = profiling.profiler_warmup + profiling.profiler_active
+    if profiling.enable_profiling and profiling.profile_freq < cycle:
+        why = "shorter than profiler_warmup + profiler_active"
+        key = "profiling.profile_freq"
+        raise InvalidSetting(key, profiling.profile_freq, why, f"at least {cycle}")
+    compiled = config.compile.enable and "model" in config.compile.components
+    if config.parallelism.enable_async_tensor_parallel and not (
+        compiled and config.parallelism.tensor_parallel_degree > 1
+    ):
+        why = "needs tensor_parallel_degree above 1 and a compiled model"
+        key = "parallelism.enable_async_tensor_parallel"
+        raise InvalidSetting(key, True, why, "false")
+
+
 class CannotRun(ValueError):
     """What the model's or the data's own check says, without the name of the file."""
 
@@ -231,8 +146,10 @@ def check_launch(config: "StripedJobConfig", world_size: int) -> None:
     try:
         _check_model(config)
         _check_files(config)
+        _check_checkpoint(config)
         _check_data(config, data_parallel)
         check_host_memory(config)
+        check_host(config)
     except InvalidSetting:
         raise
     except ValueError as error:
@@ -318,6 +235,13 @@ def _check_files(config: "StripedJobConfig") -> None:
     if load_path and "://" not in load_path and not os.path.isdir(load_path):
         allowed = "the folder of one step of a checkpoint"
         raise InvalidSetting("checkpoint.initial_load_path", load_path, "no such folder", allowed)
+
+
+def _check_checkpoint(config: "StripedJobConfig") -> None:
+    # Imported late: it imports torch.
+    from recipes.checkpoint_files import check_checkpoint_files
+
+    check_checkpoint_files(config)
 
 
 def _check_data(config: "StripedJobConfig", data_parallel: int) -> None:

@@ -4,12 +4,13 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 
 import torch
 from torchtitan.tools.logging import logger
 
-from recipes.config import load_config
+from recipes.config import StripedJobConfig, load_config
 from recipes.console import init_console
 
 # How long the other ranks wait for the launcher to stop them once rank 0 has said why.
@@ -17,14 +18,35 @@ _GRACE_SECONDS = 10
 
 
 def main(args: Sequence[str]) -> None:
-    """Train as the command line says, under torchrun; a wrong setting exits with status 2."""
+    """Train as the command line says, under torchrun.
+
+    Exit status 2: a wrong setting or a bad file; 75: asked to leave, a checkpoint is saved; 1: any
+    other failure. With `--debug` a traceback comes with every message.
+    """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    debug = "--debug" in args
     try:
-        config = load_config(args, world_size)
+        config = load_config([arg for arg in args if arg != "--debug"], world_size)
     except ValueError as error:
+        if debug and rank == 0:
+            traceback.print_exception(error)
         refuse(str(error), rank)
     init_console(config, rank, world_size)
     # After the settings: these imports take seconds.
+    from recipes import faults, preemption
+
+    preemption.listen()
+    try:
+        _train(config)
+    except preemption.Preempted:
+        torch.distributed.destroy_process_group()
+        raise
+    except Exception as error:
+        faults.leave(error, rank, debug)
+    torch.distributed.destroy_process_group()
+
+
+def _train(config: StripedJobConfig) -> None:
     from recipes.llama3 import train_spec
     from recipes.trainer import StripedTrainer
 
@@ -40,7 +62,6 @@ def main(args: Sequence[str]) -> None:
     finally:
         if trainer is not None:
             trainer.close()
-    torch.distributed.destroy_process_group()
 
 
 def refuse(message: str, rank: int) -> None:

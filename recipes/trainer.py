@@ -11,14 +11,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer
 
+from recipes import preemption, saving
 from recipes.batch import BatchSharder, plain_loss
 from recipes.config import StripedJobConfig
 from recipes.loss import collect_token_losses
 from recipes.metrics.processor import StripedMetrics
+from recipes.startup_check import run_startup_check
 
 
 class Microbatch(NamedTuple):
@@ -40,6 +43,21 @@ class StripedTrainer(Trainer):
     def __init__(self, job_config: StripedJobConfig) -> None:
         super().__init__(job_config)
         self.sharder = BatchSharder(job_config, self.parallel_dims)
+        self.first_step: int | None = None
+
+    def init_distributed(self) -> ParallelDims:
+        parallel_dims = super().init_distributed()
+        run_startup_check(self.job_config, parallel_dims, self.device)
+        return parallel_dims
+
+    def should_continue_training(self) -> bool:
+        """Between two steps: whether there is a next one; leaves the process if asked to."""
+        if self.first_step is None:
+            self.first_step = self.step
+        more = super().should_continue_training()
+        if more and preemption.agreed(self.device):
+            saving.save_and_leave(self.checkpointer, self.step, self.step > self.first_step)
+        return more
 
     def batch_generator(
         self, data_iterable: Iterable[tuple[dict[str, torch.Tensor], torch.Tensor]]
@@ -89,6 +107,13 @@ class StripedTrainer(Trainer):
         self.lr_schedulers.step()
         if self.metrics_processor.should_log(self.step):
             self._log(torch.stack(losses).sum(), local_tokens, global_tokens, grad_norm, lr)
+        saves = self.checkpointer._should_save(
+            self.step, self.step == self.job_config.training.steps
+        )
+        if saves or self.metrics_processor.should_log(self.step):
+            saving.check_finite(self.checkpointer, self.step, grad_norm.item())
+        if saves:
+            saving.begin_overwriting(self.checkpointer, self.step)
 
     def _next_microbatches(
         self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]

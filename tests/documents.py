@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.config import StripedJobConfig
-from recipes.config_checks import get
+from recipes.value_checks import get
 
 BOS, EOS = 1, 2
 

@@ -1,0 +1,105 @@
+"""Checks of this host: can the run write where it has to, is there room, are there the tools.
+
+Raises `InvalidSetting` like `recipes.config_checks`, which calls this.
+"""
+
+import importlib.util
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from recipes.config_types import InvalidSetting
+from recipes.planner.shapes import SHAPES
+
+if TYPE_CHECKING:
+    from recipes.config import StripedJobConfig
+
+_GB = 1e9
+
+
+def check_host(config: "StripedJobConfig") -> None:
+    """Check folder, room and tools that a run needs."""
+    if config.metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
+        why = "wandb is not installed"
+        raise InvalidSetting("metrics.enable_wandb", True, why, "false, or pip install wandb")
+    if config.profiling.enable_memory_snapshot:
+        # Imported late: it imports torch.
+        from recipes.cpu_host import is_cpu_host
+
+        if is_cpu_host():
+            why = "the memory of a GPU is recorded, this host has none"
+            raise InvalidSetting("profiling.enable_memory_snapshot", True, why, "false")
+    if uses_ring(config):
+        kernel_of(config)
+    existing = _check_writable(config.job.dump_folder)
+    if config.checkpoint.enable and not config.checkpoint.load_only:
+        _check_room(config, existing)
+
+
+def _check_writable(dump_folder: str) -> Path:
+    """Check that the folder can be made and written to; returns the part of it that exists."""
+    existing = Path(dump_folder).absolute()
+    while not existing.exists():
+        existing = existing.parent
+    try:
+        with tempfile.TemporaryFile(dir=existing) as file:
+            file.write(b"0")
+    except OSError as error:
+        why = f"{existing} cannot be written to ({error.strerror})"
+        allowed = "a folder that every rank can write to"
+        raise InvalidSetting("job.dump_folder", dump_folder, why, allowed) from None
+    return existing
+
+
+def _check_room(config: "StripedJobConfig", folder: Path) -> None:
+    needed, free = checkpoint_bytes(config), shutil.disk_usage(folder).free
+    if free < needed:
+        why = f"a checkpoint takes {needed / _GB:.1f} GB, {folder} has {free / _GB:.1f} GB of room"
+        allowed = "a folder with room, or checkpoint.enable = false"
+        raise InvalidSetting("job.dump_folder", config.job.dump_folder, why, allowed)
+
+
+def checkpoint_bytes(config: "StripedJobConfig") -> int:
+    """Bytes of a full checkpoint: weights and Adam's two moments in training.dtype."""
+    per_value = 2 if config.training.dtype == "bfloat16" else 4
+    return 3 * per_value * SHAPES[config.model.flavor].parameters
+
+
+def uses_ring(config: "StripedJobConfig") -> bool:
+    """Whether attention is this project's: only one rank with one document needs none of it."""
+    return config.documents.mask or config.parallelism.context_parallel_degree > 1
+
+
+def kernel_of(config: "StripedJobConfig") -> str:
+    """Name of the attention kernel that the run will use on this host.
+
+    Raises:
+        InvalidSetting: the one that striped_cp.kernel names cannot serve here.
+    """
+    # Imported late: they import torch.
+    import torch
+
+    from recipes.config_checks import layout_of
+    from recipes.cpu_host import is_cpu_host
+    from recipes.llama3.args import FLAVORS
+    from striped_cp import Documents
+    from striped_cp.kernels import choose_kernel
+    from striped_cp.kernels.base import Request
+
+    training = config.training
+    documents = Documents.from_cu_seqlens([[0, training.seq_len]])
+    request = Request(
+        "cpu" if is_cpu_host() else "cuda",
+        getattr(torch, training.mixed_precision_param),
+        FLAVORS[config.model.flavor].head_dim,
+        layout_of(config),
+        documents if config.documents.mask else None,
+    )
+    try:
+        return choose_kernel(config.striped_cp.kernel, request).name
+    except ValueError as error:
+        why, _, able = str(error).partition("; ")
+        name = config.striped_cp.kernel
+        why = why.partition(": ")[2]
+        raise InvalidSetting("striped_cp.kernel", name, why, f'"auto", {able}') from None

@@ -1,0 +1,46 @@
+"""Leaving on request: SIGTERM or SIGUSR1 saves a checkpoint at the end of the step and exits.
+
+A scheduler that wants its machines back signals first and kills later. The signal may reach one
+rank or all of them, at any time; all ranks leave together after the same step.
+"""
+
+import os
+import signal
+
+import torch
+
+EXIT_STATUS = os.EX_TEMPFAIL  # 75: the same command, started again, goes on
+# SIGTERM: Kubernetes, SLURM's preemption, torchrun. SIGUSR1: `sbatch --signal=USR1@600`.
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+_requested = False
+
+
+class Preempted(SystemExit):
+    """Ends the process with EXIT_STATUS; nothing went wrong."""
+
+    def __init__(self) -> None:
+        super().__init__(EXIT_STATUS)
+
+
+def listen() -> None:
+    """Take note of the signals from now on, instead of dying of them."""
+    for number in SIGNALS:
+        signal.signal(number, _note)
+
+
+def _note(number: int, frame: object) -> None:
+    global _requested
+    _requested = True
+
+
+def requested() -> bool:
+    """Whether this rank was asked to leave."""
+    return _requested
+
+
+def agreed(device: torch.device) -> bool:
+    """Whether any rank was asked to leave: a collective of all ranks, of one number."""
+    flag = torch.tensor(float(_requested), device=device)
+    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
+    return bool(flag.item())

@@ -1,0 +1,64 @@
+"""When torchtitan's checkpointer (0.2.2) saves: what must hold before, and saving on request."""
+
+import math
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.tools.logging import logger
+
+from recipes.checkpoint_files import METADATA, finished_steps
+from recipes.faults import TrainingDiverged
+from recipes.preemption import EXIT_STATUS, Preempted
+
+
+def check_finite(checkpointer: CheckpointManager, step: int, grad_norm: float) -> None:
+    """Stop a run whose gradients are no numbers, before anything of it is saved.
+
+    The norm is that of all parameters on every rank, so all ranks stop. A loss that is no number
+    makes the norm one too, and weights that are none spoil every later step: it is enough to look
+    where a step is logged or saved, and a checkpoint with finite gradients has finite weights.
+
+    Raises:
+        TrainingDiverged: with the step and the last checkpoint.
+    """
+    if math.isfinite(grad_norm):
+        return
+    folder = Path(checkpointer.folder) if checkpointer.enable else None
+    good = max(finished_steps(folder), default=None) if folder else None
+    raise TrainingDiverged(step, grad_norm, folder / f"step-{good}" if folder and good else None)
+
+
+def begin_overwriting(checkpointer: CheckpointManager, step: int) -> None:
+    """Take the mark of a finished checkpoint off a folder that is about to be written again.
+
+    Without that a rank that dies while a run that was set back (checkpoint.load_step) saves this
+    step for the second time leaves a mixture of the two that looks finished.
+    """
+    if torch.distributed.get_rank() == 0:
+        Path(checkpointer.folder, f"step-{step}", METADATA).unlink(missing_ok=True)
+
+
+def save_and_leave(checkpointer: CheckpointManager, step: int, trained: bool) -> NoReturn:
+    """Save step `step`, unless that has been done, and end the process; all ranks together.
+
+    Args:
+        trained: whether this process has made a step: otherwise there is nothing new to save.
+
+    Raises:
+        Preempted: always.
+    """
+    if not checkpointer.enable or checkpointer.load_only:
+        logger.warning(f"Asked to leave after step {step}: nothing is saved, checkpoints are off")
+        raise Preempted
+    if trained and not checkpointer._should_save(step):
+        begin_overwriting(checkpointer, step)
+        checkpointer.interval = 1
+        checkpointer.save(step)
+    checkpointer._async_wait()
+    logger.info(
+        f"Asked to leave: step {step} is saved in {checkpointer.folder}, the same command goes on "
+        f"from there; exit status {EXIT_STATUS}"
+    )
+    raise Preempted
