@@ -85,7 +85,7 @@ def apply_activation_checkpointing(
             )
             layers.register_module(layer_id, wrapped)
     logger.info(
-        f"Activation checkpointing: every block, {every} apart, attention "
+        f"Activation checkpointing: one block in {every}, attention "
         f"{'computed again' if recompute_attention else 'kept'}, "
         f"{'offloaded to the host' if offload else 'on the device'}"
     )

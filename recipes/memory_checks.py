@@ -26,6 +26,10 @@ def check_memory(config: "StripedJobConfig") -> None:
     compiled = config.compile.enable and "model" in config.compile.components
     memory = config.memory
 
+    if settings.debug and whole_blocks and not memory.recompute_attention:
+        why = "torch has none for checkpoints that keep some outputs"
+        allowed = "false, or memory.recompute_attention = true"
+        raise InvalidSetting("activation_checkpoint.debug", True, why, allowed)
     if memory.recompute_attention and settings.mode in ("none", "memory_budget"):
         raise InvalidSetting("memory.recompute_attention", True, f"no effect with {mode}", "false")
     if memory.offload_checkpoints and not whole_blocks:

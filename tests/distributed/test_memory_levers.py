@@ -23,6 +23,12 @@ LEVERS = {
         *["--memory.loss_chunk_tokens", "24", "--memory.mlp_chunk_tokens", "24"],
     ],
 }
+# Without the code generator: what is compiled is the same, and it takes seconds.
+COMPILED = [
+    *FULL,
+    *["--memory.loss_chunk_tokens", "24", "--memory.mlp_chunk_tokens", "24"],
+    *["--compile.enable", "--compile.backend", "aot_eager"],
+]
 CP = "--parallelism.context_parallel_degree"
 TP = "--parallelism.tensor_parallel_degree"
 PP = "--parallelism.pipeline_parallel_degree"
@@ -45,14 +51,17 @@ def plain(tmp_path_factory):
 
 
 def compare_all(path, overrides, names):
-    return {name: compare_step(path, *overrides, *PLAIN, *LEVERS[name]) for name in names}
+    settings = LEVERS | {"compiled": COMPILED}
+    return {name: compare_step(path, *overrides, *PLAIN, *settings[name]) for name in names}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_loss_and_gradients(layout, plain):
     world_size, overrides = LAYOUTS[layout]
     # Under two kinds of parallelism at once: nothing and everything.
-    names = list(LEVERS) if " " not in layout else ["none", "all"]
+    names = [*LEVERS] if " " not in layout else ["none", "all"]
+    if layout == "cp2":
+        names.append("compiled")
     for errors in run_ranks(world_size, compare_all, plain, overrides, names):
         for name, error in errors.items():
             assert error["loss"] < 1e-5, (name, error)

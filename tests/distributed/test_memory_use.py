@@ -66,8 +66,9 @@ def test_all_levers_take_a_quarter():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_all_levers_take_a_quarter_at_16k():
-    for results in run_ranks(2, measure, 16_384, list(LEVERS), timeout=280):
+    for results in run_ranks(2, measure, 16_384, list(LEVERS), timeout=800):
         assert_a_quarter(results)
         for values in results.values():
             assert values["loss"] == pytest.approx(results["plain"]["loss"], rel=1e-5)
@@ -75,10 +76,15 @@ def test_all_levers_take_a_quarter_at_16k():
 
 @pytest.mark.parametrize("levers", ["plain", "checkpoints, attention kept"])
 def test_what_layers_keep_is_divided_by_the_ring(levers):
-    """Bytes alive between forward and backward at cp 1, 2 and 4, without the logits' share."""
-    kept = {size: run_ranks(size, measure, 1024, [levers])[0][levers]["kept"] for size in (1, 2, 4)}
-    assert kept[2] / kept[1] == pytest.approx(1 / 2, rel=0.05)
-    assert kept[4] / kept[1] == pytest.approx(1 / 4, rel=0.05)
+    """Bytes alive between forward and backward that grow with the sequence, at cp 1, 2 and 4."""
+    grown = {}
+    for size in (1, 2, 4):
+        short, long = (
+            run_ranks(size, measure, length, [levers])[0][levers]["kept"] for length in (512, 1024)
+        )
+        grown[size] = long - short
+    assert grown[2] / grown[1] == pytest.approx(1 / 2, rel=0.02)
+    assert grown[4] / grown[1] == pytest.approx(1 / 4, rel=0.02)
 
 
 if __name__ == "__main__":

@@ -128,6 +128,20 @@ def test_second_backward_is_an_error():
         loss.backward()
 
 
+def test_under_autocast():
+    """A single device without FSDP: float32 parameters, products in bfloat16."""
+    head, hidden, labels = problem()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = cross_entropy_loss(head(hidden), labels)
+        loss = head(hidden, labels)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    for actual, wanted in zip(
+        gradients(loss, head, hidden), gradients(expected, head, hidden), strict=True
+    ):
+        assert actual.dtype == torch.float32
+        assert (actual - wanted).norm() < 0.01 * wanted.norm()
+
+
 def test_state_dict_is_that_of_a_linear():
     assert list(LossHead(DIM, VOCAB, CHUNK).state_dict()) == ["weight"]
 

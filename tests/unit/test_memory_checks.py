@@ -28,6 +28,10 @@ FLOAT8 = ["--model.converters", "quantize.linear.float8"]
         ([*OFFLOAD, *FULL, *COMPILED], ["offload_checkpoints = true", "compile.enable = false"]),
         (["--memory.recompute_attention"], ["memory.recompute_attention = true", '"none"']),
         (["--memory.mlp_chunk_tokens", "8", *OP], ["memory.mlp_chunk_tokens = 8", '"op"']),
+        (
+            [*FULL, "--activation_checkpoint.debug"],
+            ["activation_checkpoint.debug = true", "memory.recompute_attention = true"],
+        ),
         (FLOAT8, ["memory.loss_chunk_tokens = 2048", 'filter_fqns = ["output"]']),
         (
             ["--parallelism.disable_loss_parallel", "--parallelism.tensor_parallel_degree", "2"],
