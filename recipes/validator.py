@@ -127,6 +127,8 @@ class StripedValidator(BaseValidator):
                 **kwargs,
                 target=labels if self.pp_has_last_stage else None,
                 losses=losses if self.pp_has_last_stage else None,
+                # They may be losses already, which torch would try to join along the batch.
+                return_outputs=False,
             )
         if not self.pp_has_last_stage:
             return torch.zeros((), device=device_type)

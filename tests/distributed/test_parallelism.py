@@ -1,0 +1,93 @@
+"""Every layout of the ranks trains as one rank does: loss, gradients, validation, what is shown.
+
+One seed checkpoint, float32, five steps of the same four sequences of packed documents.
+"""
+
+import pytest
+
+from tests.distributed.launch import run_ranks
+from tests.distributed.training import ROWS, SEQ_LEN, STEPS, Job, Result, common, train
+from tests.distributed.training import train_from_seed
+
+KEYS = {
+    "replicate": "data_parallel_replicate_degree",
+    "shard": "data_parallel_shard_degree",
+    "cp": "context_parallel_degree",
+    "tp": "tensor_parallel_degree",
+    "pp": "pipeline_parallel_degree",
+    "schedule": "pipeline_parallel_schedule",
+    "balancer": "context_parallel_load_balancer",
+}
+
+
+def layout(**degrees: int | str) -> tuple[str, ...]:
+    """Command-line settings; the local batch takes the rows that a data-parallel rank has."""
+    rows = ROWS // (degrees.get("replicate", 1) * degrees.get("shard", 1))
+    pairs = [(f"--parallelism.{KEYS[key]}", str(value)) for key, value in degrees.items()]
+    batch = [("--training.local_batch_size", str(rows))]
+    return tuple(word for pair in pairs + batch for word in pair)
+
+
+WHOLE_LOGITS = ("--memory.loss_chunk_tokens", "0")
+PLAIN_LOSS = (*WHOLE_LOGITS, "--parallelism.disable_loss_parallel")
+# name: (ranks, settings)
+LAYOUTS = {
+    "cp2": (2, layout(cp=2)),
+    "cp4": (4, layout(cp=4)),
+    "fsdp2": (2, layout(shard=2)),
+    "ddp2": (2, layout(replicate=2, shard=1)),
+    "fsdp2 cp2": (4, layout(shard=2, cp=2)),
+    "hsdp: replicate2 cp2": (4, layout(replicate=2, shard=1, cp=2)),
+    "hsdp: replicate2 shard2": (4, layout(replicate=2, shard=2)),
+    "tp2": (2, layout(tp=2)),
+    "tp2, whole logits": (2, layout(tp=2) + WHOLE_LOGITS),
+    "tp2, loss not parallel": (2, layout(tp=2) + PLAIN_LOSS),
+    "cp2 tp2": (4, layout(cp=2, tp=2)),
+    "cp2 tp2, whole logits": (4, layout(cp=2, tp=2) + WHOLE_LOGITS),
+    "pp2": (2, layout(pp=2)),
+    "pp2 GPipe": (2, layout(pp=2, schedule="GPipe")),
+    "pp2 Interleaved1F1B": (2, layout(pp=2, schedule="Interleaved1F1B")),
+    "pp2 LoopedBFS": (2, layout(pp=2, schedule="LoopedBFS")),
+    "pp2 InterleavedZeroBubble": (2, layout(pp=2, schedule="InterleavedZeroBubble")),
+    "pp2 ZBVZeroBubble": (2, layout(pp=2, schedule="ZBVZeroBubble")),
+    "cp2 pp2": (4, layout(cp=2, pp=2)),
+    "cp2 pp2 Interleaved1F1B": (4, layout(cp=2, pp=2, schedule="Interleaved1F1B")),
+    "cp2 pp2 ZBVZeroBubble": (4, layout(cp=2, pp=2, schedule="ZBVZeroBubble")),
+    "tp2 pp2": (4, layout(tp=2, pp=2)),
+    "fsdp2 pp2": (4, layout(shard=2, pp=2)),
+    "cp2 tp2 pp2": (8, layout(cp=2, tp=2, pp=2)),
+    "fsdp2 cp2 pp2": (8, layout(shard=2, cp=2, pp=2)),
+    "replicate2 shard2 cp2": (8, layout(replicate=2, shard=2, cp=2)),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("jobs"))
+
+
+@pytest.fixture(scope="module")
+def reference(folder: str) -> Result:
+    (result,) = run_ranks(1, train_from_seed, folder)
+    return result
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout(name: str, folder: str, reference: Result, tmp_path) -> None:
+    ranks, settings = LAYOUTS[name]
+    job = Job(str(tmp_path), common(folder) + settings, f"{folder}/grads.pt")
+    results = run_ranks(ranks, train, job, timeout=200)
+    (shown,) = [result for result in results if result.scalars]
+    for tag, tolerance in (
+        ("loss_metrics/global_avg_loss", 1e-4),
+        ("validation_metrics/loss", 1e-4),
+        ("grad_norm", 1e-4),
+    ):
+        assert shown.values(tag) == pytest.approx(reference.values(tag), rel=tolerance), tag
+    for result in results:
+        assert result.gradient_errors
+        assert max(result.gradient_errors.values()) < 1e-5, result.gradient_errors
+    assert shown.values("n_tokens_seen") == [ROWS * SEQ_LEN * s for s in range(1, STEPS + 1)]
+    largest = shown.values("loss_metrics/global_max_loss")
+    for maximum, average in zip(largest, shown.losses, strict=True):
+        assert average - 1e-4 < maximum < average * 1.1

@@ -1,0 +1,221 @@
+"""Real trainers on the ranks of one process group, fed with the same sequences at every layout.
+
+`run_ranks(n, train, Job(...))` trains through `StripedTrainer`, exactly as `train.py` does but for
+the data: `ROWS` sequences a step, dealt to the data-parallel ranks in order, so that the losses and
+gradients of all layouts are comparable.
+"""
+
+import recipes  # noqa: F401, I001  (before torchtitan: it chooses the device)
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torchtitan.components import metrics as titan_metrics
+from torchtitan.protocols import train_spec as titan_train_spec
+
+from recipes.config import load_config
+from recipes.llama3 import train_spec
+from recipes.trainer import StripedTrainer
+
+WRAPPER_NAMES = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")
+ROWS, SEQ_LEN = 4, 64
+STEPS = 5
+BASE = (
+    *("--job.config_file", "train_configs/debug_cpu.toml"),
+    *("--training.seq_len", str(SEQ_LEN), "--training.steps", str(STEPS)),
+    *("--training.global_batch_size", str(ROWS), "--metrics.log_freq", "1"),
+    *("--metrics.no-enable-tensorboard", "--lr_scheduler.warmup_steps", "1"),
+    # Gradients are compared before they are clipped.
+    *("--training.max_norm", "1e9", "--debug.seed", "3"),
+    *("--parallelism.context_parallel_degree", "1"),
+    *("--validation.enable", "--validation.freq", "1", "--validation.steps", "1"),
+)
+
+
+@dataclass
+class Job:
+    """A training job: the folder it works in, its settings, and the labels of its batches.
+
+    Attributes:
+        folder: for checkpoints.
+        settings: of the command line; they come after `BASE`.
+        reference: file of another job's first gradients, to compare with; or where to save them.
+        save: whether to save the gradients of step 1 there instead.
+        ignored: makes the mask of the labels (ROWS, S) that step `step` ignores.
+    """
+
+    folder: str
+    settings: tuple[str, ...] = ()
+    reference: str | None = None
+    save: bool = False
+    ignored: Callable[[int, torch.Tensor], torch.Tensor] | None = None
+
+
+@dataclass
+class Result:
+    """What a rank saw.
+
+    Attributes:
+        scalars: what TensorBoard would show, `scalars[tag][step]`; empty on the ranks that do not
+            log.
+        gradient_errors: per parameter of this rank, |g - reference| / |reference| of step 1.
+        changed: whether any parameter differs from its value before the training.
+        finite: whether all parameters and gradients are.
+        recompiled: graphs that torch.compile made after step 2.
+    """
+
+    scalars: dict[str, dict[int, float]] = field(default_factory=dict)
+    gradient_errors: dict[str, float] = field(default_factory=dict)
+    changed: bool = False
+    finite: bool = True
+    recompiled: int = 0
+
+    def values(self, tag: str) -> list[float]:
+        return [value for _, value in sorted(self.scalars[tag].items())]
+
+    @property
+    def losses(self) -> list[float]:
+        return self.values("loss_metrics/global_avg_loss")
+
+
+def make_trainer(job: Job) -> StripedTrainer:
+    os.environ["LOCAL_RANK"] = "0"
+    if train_spec.NAME not in titan_train_spec._extra_train_specs:
+        train_spec.register()
+    arguments = [*BASE, "--job.dump_folder", job.folder, *job.settings]
+    trainer = StripedTrainer(load_config(arguments, dist.get_world_size()))
+    mesh = trainer.parallel_dims.get_optional_mesh("batch")
+    degree, rank = (1, 0) if mesh is None else (mesh.size(), mesh.get_local_rank())
+    rows = torch.arange(ROWS).view(degree, -1)[rank]
+    parts = rows.split(trainer.job_config.training.local_batch_size)
+    trainer.dataloader = Batches(parts, lambda: trainer.step, job.ignored)
+    if trainer.job_config.validation.enable:
+        trainer.validator.dataloader = Batches(parts, lambda: 1, job.ignored)
+    return trainer
+
+
+class Batches:
+    """The rows of a step that belong to one data-parallel rank, one local batch after the other.
+
+    `step` tells which step's; the validation data are always those of step 1.
+    """
+
+    def __init__(
+        self,
+        parts: tuple[torch.Tensor, ...],
+        step: Callable[[], int],
+        ignored: Callable[[int, torch.Tensor], torch.Tensor] | None,
+    ) -> None:
+        self.parts, self.step, self.ignored = parts, step, ignored
+
+    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        while True:
+            for rows in self.parts:
+                inputs, labels = make_batch(self.step(), self.ignored)
+                yield {name: value[rows] for name, value in inputs.items()}, labels[rows]
+
+
+def make_batch(
+    step: int, ignored: Callable[[int, torch.Tensor], torch.Tensor] | None = None
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Tokens in a few documents a row, as many as the step, a third of the labels ignored."""
+    generator = torch.Generator().manual_seed(step)
+    shape = (ROWS, SEQ_LEN)
+    tokens = torch.randint(0, 2000, shape, generator=generator)
+    # A pattern to learn, so that losses of different steps are worth comparing.
+    labels = (7 * tokens + 3) % 2000
+    mask = torch.rand(shape, generator=generator) < 0.3
+    labels[mask if ignored is None else ignored(step, mask)] = -100
+    cuts = torch.randint(0, SEQ_LEN + 1, (ROWS, step), generator=generator).sort(dim=1).values
+    ends = torch.tensor([[0, SEQ_LEN]]).expand(ROWS, -1)
+    boundaries = torch.cat([ends[:, :1], cuts, ends[:, 1:]], dim=1)
+    return {"input": tokens, "boundaries": boundaries}, labels
+
+
+def train(job: Job) -> Result:
+    """Train to the end; the same steps as `train.py`."""
+    trainer = make_trainer(job)
+    result = Result()
+    _record_scalars(trainer, result)
+    before = [p.detach().clone() for p in _parameters(trainer)]
+    hook = trainer.optimizers.register_step_pre_hook
+    hook(lambda *_: _first_step(trainer, job, result) if trainer.step == 1 else None)
+    graphs = _count_graphs_after_step_2(trainer)
+    with mock.patch("time.sleep"):
+        trainer.train()
+    trainer.close()
+    after = _parameters(trainer)
+    result.changed = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    result.finite = all(
+        torch.isfinite(t).all() for p in after for t in (p, p.grad) if t is not None
+    )
+    result.recompiled = graphs()
+    return result
+
+
+def _parameters(trainer: StripedTrainer) -> list[torch.Tensor]:
+    return [p for part in trainer.model_parts for p in part.parameters()]
+
+
+def _record_scalars(trainer: StripedTrainer, result: Result) -> None:
+    shown = titan_metrics._get_metrics_rank(trainer.parallel_dims, trainer.job_config)
+
+    def record(metrics: dict[str, Any], step: int) -> None:
+        if dist.get_rank() == shown:
+            for tag, value in metrics.items():
+                result.scalars.setdefault(tag, {})[step] = value
+
+    trainer.metrics_processor.logger.log = record
+
+
+def _first_step(trainer: StripedTrainer, job: Job, result: Result) -> None:
+    gradients = {}
+    for part in trainer.model_parts:
+        for name, parameter in part.named_parameters():
+            grad = parameter.grad
+            whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+            gradients[WRAPPER_NAMES.sub("", name)] = whole.detach().float().clone()
+    if job.save:
+        torch.save(gradients, job.reference)
+    elif job.reference is not None:
+        expected = torch.load(job.reference)
+        result.gradient_errors = {
+            name: ((grad - expected[name]).norm() / expected[name].norm()).item()
+            for name, grad in gradients.items()
+        }
+
+
+def _count_graphs_after_step_2(trainer: StripedTrainer) -> Callable[[], int]:
+    counts = []
+
+    def count() -> int:
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    hook = trainer.optimizers.register_step_post_hook
+    hook(lambda *_: counts.append(count()) if trainer.step == 2 else None)
+    return lambda: count() - counts[0] if counts else 0
+
+
+def train_from_seed(folder: str, settings: tuple[str, ...] = ()) -> Result:
+    """One rank: save initial weights, train from them, and keep the gradients of step 1.
+
+    `common(folder)` makes other jobs start from the same weights.
+    """
+    seeding = ("--checkpoint.enable", "--checkpoint.create_seed_checkpoint")
+    make_trainer(Job(folder, seeding)).checkpointer.save(curr_step=0, last_step=True)
+    return train(Job(f"{folder}/reference", (*common(folder), *settings), f"{folder}/grads.pt", True))
+
+
+def common(folder: str) -> tuple[str, ...]:
+    return (
+        *("--checkpoint.enable", "--checkpoint.initial_load_path", f"{folder}/checkpoint/step-0"),
+        *("--checkpoint.load_only", "--checkpoint.initial_load_model_only"),
+    )
