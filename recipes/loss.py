@@ -191,6 +191,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         if with_gradients:
             ctx.save_for_backward(hidden_grad, weight_grad)
             ctx.weight_dtype = weight.dtype
+            ctx.scale = None
         ctx.mark_non_differentiable(losses)
         return losses.sum(), losses
 
@@ -198,10 +199,15 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad: torch.Tensor, _losses_grad: torch.Tensor):
         hidden_grad, weight_grad = ctx.saved_tensors
-        # In place: the two are as large as the hidden states and the weight. A second backward
-        # through the same loss raises, as autograd sees that its tensors have changed.
-        hidden_grad.mul_(grad)
-        weight_grad.mul_(grad)
+        if ctx.scale is None:
+            # In place: the two are as large as the hidden states and the weight. `data` hides it
+            # from autograd, which would take the second pass of a zero-bubble schedule for a
+            # mistake: one is for the inputs and one for the weights, from the same gradient.
+            hidden_grad.data.mul_(grad)
+            weight_grad.data.mul_(grad)
+            ctx.scale = grad
+        elif not torch.equal(ctx.scale, grad):
+            raise RuntimeError("the loss was differentiated before, with another gradient")
         return hidden_grad, weight_grad.to(ctx.weight_dtype), None, None, None, None, None
 
 

@@ -84,7 +84,8 @@ class StripedTrainer(Trainer):
         global_tokens = dist_utils.dist_sum(local_tokens, self._loss_mesh())
         # Without labels the loss is 0 / 1 rather than 0 / 0.
         losses = []
-        for microbatch in microbatches:
+        for i, microbatch in enumerate(microbatches):
+            self._reduce_replicas(last=i == len(microbatches) - 1)
             with collect_token_losses() as token_losses:
                 losses.append(self._forward_backward(microbatch, max(global_tokens, 1.0)))
             self.metrics_processor.positions.add(
@@ -143,6 +144,15 @@ class StripedTrainer(Trainer):
             del prediction  # its memory is free for the backward pass
             loss.backward()
         return plain_loss(loss.detach())
+
+    def _reduce_replicas(self, *, last: bool) -> None:
+        """DDP adds the replicas' gradients up after the last microbatch only.
+
+        It adds up what has accumulated: after every microbatch, the sums would be added up again.
+        """
+        if self.parallel_dims.dp_replicate_enabled and not self.parallel_dims.fsdp_enabled:
+            (model,) = self.model_parts
+            model.set_requires_gradient_sync(last)
 
     def _run_pipeline(self, microbatch: Microbatch) -> torch.Tensor:
         """Loss sum of the last stage; 0 on the ranks of other stages, which do not know it."""

@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -96,6 +95,7 @@ def make_trainer(job: Job) -> StripedTrainer:
     degree, rank = (1, 0) if mesh is None else (mesh.size(), mesh.get_local_rank())
     rows = torch.arange(ROWS).view(degree, -1)[rank]
     parts = rows.split(trainer.job_config.training.local_batch_size)
+    trainer.job_config.validation.steps = len(parts)
     trainer.dataloader = Batches(parts, lambda: trainer.step, job.ignored)
     if trainer.job_config.validation.enable:
         trainer.validator.dataloader = Batches(parts, lambda: 1, job.ignored)
@@ -211,7 +211,9 @@ def train_from_seed(folder: str, settings: tuple[str, ...] = ()) -> Result:
     """
     seeding = ("--checkpoint.enable", "--checkpoint.create_seed_checkpoint")
     make_trainer(Job(folder, seeding)).checkpointer.save(curr_step=0, last_step=True)
-    return train(Job(f"{folder}/reference", (*common(folder), *settings), f"{folder}/grads.pt", True))
+    return train(
+        Job(f"{folder}/reference", (*common(folder), *settings), f"{folder}/grads.pt", True)
+    )
 
 
 def common(folder: str) -> tuple[str, ...]:
