@@ -108,6 +108,8 @@ class Batches:
     `step` tells which step's; the validation data are always those of step 1.
     """
 
+    epoch = 0
+
     def __init__(
         self,
         parts: tuple[torch.Tensor, ...],
@@ -211,9 +213,13 @@ def train_from_seed(folder: str, settings: tuple[str, ...] = ()) -> Result:
     """
     seeding = ("--checkpoint.enable", "--checkpoint.create_seed_checkpoint")
     make_trainer(Job(folder, seeding)).checkpointer.save(curr_step=0, last_step=True)
-    return train(
-        Job(f"{folder}/reference", (*common(folder), *settings), f"{folder}/grads.pt", True)
-    )
+    job = Job(f"{folder}/reference", (*common(folder), *settings), gradients(folder), save=True)
+    return train(job)
+
+
+def gradients(folder: str) -> str:
+    """File with the gradients of `train_from_seed`."""
+    return f"{folder}/gradients.pt"
 
 
 def common(folder: str) -> tuple[str, ...]:
