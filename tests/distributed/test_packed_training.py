@@ -1,0 +1,88 @@
+"""Ten steps on packed documents from one seed checkpoint: cp 2 and 4 are cp 1."""
+
+import recipes  # noqa: F401, I001  (before torchtitan: it chooses the device)
+
+import os
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from recipes.config import load_config
+from recipes.llama3 import train_spec
+from recipes.trainer import StripedTrainer
+from tests.distributed.launch import run_ranks
+
+STEPS = 10
+
+
+def make_trainer(folder, degree, *more):
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())
+    train_spec.register()
+    arguments = [
+        *("--job.config_file", "train_configs/debug_cpu_packed.toml", "--job.dump_folder", folder),
+        *("--training.seq_len", "256", "--training.local_batch_size", "2", "--debug.seed", "3"),
+        *("--training.steps", str(STEPS), "--metrics.log_freq", "1"),
+        *("--metrics.no-enable-tensorboard", "--checkpoint.enable"),
+        *("--parallelism.context_parallel_degree", str(degree), *more),
+    ]
+    return StripedTrainer(load_config(arguments, dist.get_world_size()))
+
+
+def save_seed(folder):
+    trainer = make_trainer(folder, 1, "--checkpoint.create_seed_checkpoint")
+    trainer.checkpointer.save(curr_step=0, last_step=True)
+
+
+def train(folder, degree):
+    """Losses of all steps, and whether gradients are near those that cp 1 left in `folder`."""
+    seed = ("--checkpoint.initial_load_path", f"{folder}/checkpoint/step-0")
+    trainer = make_trainer(f"{folder}/cp{degree}", degree, *seed, "--checkpoint.load_only")
+    losses, gradients = [], {}
+    log = trainer.metrics_processor.log
+
+    def keep_log(step, loss, *args, **kwargs):
+        losses.append(loss)
+        return log(step, loss, *args, **kwargs)
+
+    def keep_gradients(*_):
+        if trainer.step in (1, STEPS):
+            for name, parameter in trainer.model_parts[0].named_parameters():
+                grad = parameter.grad
+                whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+                gradients[trainer.step, name] = whole.detach().clone()
+
+    trainer.metrics_processor.log = keep_log
+    trainer.optimizers.register_step_pre_hook(keep_gradients)
+    with mock.patch("time.sleep"):
+        trainer.train()
+    trainer.close()
+    if degree == 1:
+        torch.save(gradients, f"{folder}/gradients.pt")
+    expected = torch.load(f"{folder}/gradients.pt")
+    errors = {
+        step: max(
+            ((grad - expected[key]).norm() / expected[key].norm()).item()
+            for key, grad in gradients.items()
+            if key[0] == step
+        )
+        for step in (1, STEPS)
+    }
+    return losses, errors
+
+
+@pytest.mark.slow
+def test_losses_and_gradients_do_not_depend_on_the_degree(tmp_path):
+    folder = str(tmp_path)
+    run_ranks(1, save_seed, folder)
+    ((expected, _),) = run_ranks(1, train, folder, 1)
+    assert len(expected) == STEPS
+    assert expected[-1] < expected[0] - 0.5
+    for degree in (2, 4):
+        for losses, errors in run_ranks(degree, train, folder, degree, timeout=200):
+            assert losses == pytest.approx(expected, rel=1e-5)
+            # Later gradients are those of weights that rounding has moved apart.
+            assert errors[1] < 1e-5
+            assert errors[STEPS] < 1e-3
