@@ -25,11 +25,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .kernels.base import Kernel
+from .kernels.base import Kernel, Region
 from .merge import OutputAccumulator, accumulate_, accumulation_dtype, empty_sequence_major
 from .tiles import Tile
 
 Tensors = tuple[Tensor, ...]
+# Rows of a tile's keys, and a block's dK and dV for them.
+KeyGradients = tuple[Region, Tensor, Tensor]
 
 
 class Pending(Protocol):
@@ -102,6 +104,7 @@ def attention_forward(
                 total.write(partial)
             else:
                 total.merge(partial)
+            del partial  # free before the next kernel call
     return _sequence_major(total.out.to(query.dtype)), total.lse
 
 
@@ -125,18 +128,16 @@ def attention_backward(
     dtype = accumulation_dtype(query.dtype)
     grad_out = _sequence_major(grad_out)
     dq = empty_sequence_major(query, dtype)
-    home = _GatheredGradients if rotate_method == "allgather" else _TravellingGradients
-    dkv = home(ring, empty_sequence_major(key, dtype), empty_sequence_major(value, dtype))
+    gather = rotate_method == "allgather"
+    dkv = (_GatheredGradients if gather else _TravellingGradients)(ring, key, value, dtype)
     for step, (k, v) in enumerate(_rotate(ring, key, value, rotate_method)):
         parts = []
         for part in kernel.backward(grad_out, query, k, v, out, lse, tiles[step], scale):
             accumulate_(dq, part.queries, part.dq, first=step == 0)
             parts.append((part.keys, part.dk, part.dv))
-        dk, dv = dkv.arrived(step)
-        for region, dk_part, dv_part in parts:
-            accumulate_(dk, region, dk_part, first=step == 0)
-            accumulate_(dv, region, dv_part, first=step == 0)
-        dkv.send(step)
+            del part
+        dkv.add(step, parts)
+        del parts
     dk, dv = dkv.home()
     return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
 
@@ -176,51 +177,54 @@ def _all_gather_kv(ring: Ring, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, T
 
 
 class _TravellingGradients:
-    """dK, dV of the keys at hand: received from the rank that held them last, sent on with them."""
+    """dK, dV of the keys at hand, O(S/P) memory.
 
-    def __init__(self, ring: Ring, dk: Tensor, dv: Tensor) -> None:
+    They arrive from the rank that held the keys before, grow by this rank's share and travel on:
+    one buffer is sent while the other fills.
+    """
+
+    def __init__(self, ring: Ring, key: Tensor, value: Tensor, dtype: torch.dtype) -> None:
         self.ring = ring
-        self.current: Tensors = (dk.transpose(1, 2), dv.transpose(1, 2))
-        self.arriving: Tensors = ()
+        self.hops = ring.world_size if ring.world_size > 1 else 0
+        mine = tuple(empty_sequence_major(x, dtype).transpose(1, 2) for x in (key, value))
+        rings = ring.buffers("dkv", 0, mine) if self.hops else ()
+        # The last hop must arrive in memory that is not the ring's.
+        self.current, self.other = (rings, mine) if self.hops % 2 else (mine, rings)
         self.pending: Pending | None = None
 
-    def arrived(self, step: int) -> tuple[Tensor, ...]:
-        """The sums of the ranks before this one, to be added to."""
+    def add(self, step: int, parts: Sequence[KeyGradients]) -> None:
+        self._arrive()
+        for region, *gradients in parts:
+            for total, part in zip(self.current, gradients, strict=True):
+                accumulate_(total.transpose(1, 2), region, part, first=step == 0)
+        if self.hops:
+            self.pending = self.ring.shift(self.current, self.other)
+
+    def _arrive(self) -> None:
         if self.pending is not None:
             self.pending.wait()
-            self.current = self.arriving
-        return tuple(x.transpose(1, 2) for x in self.current)
-
-    def send(self, step: int) -> None:
-        if self.ring.world_size == 1:
-            return
-        last = step == self.ring.world_size - 1
-        # The last hop brings the local gradients home, into memory that outlives the call.
-        self.arriving = (
-            tuple(torch.empty_like(x) for x in self.current)
-            if last
-            else self.ring.buffers("dkv", step % 2, self.current)
-        )
-        self.pending = self.ring.shift(self.current, self.arriving)
+            self.current, self.other = self.other, self.current
 
     def home(self) -> tuple[Tensor, ...]:
-        return self.arrived(self.ring.world_size)
+        self._arrive()
+        return tuple(x.transpose(1, 2) for x in self.current)
 
 
 class _GatheredGradients:
-    """dK, dV of every rank's keys, exchanged at the end and summed in the order of the ring."""
+    """dK, dV of every rank's keys, O(S) memory, exchanged and summed at the end."""
 
-    def __init__(self, ring: Ring, dk: Tensor, dv: Tensor) -> None:
+    def __init__(self, ring: Ring, key: Tensor, value: Tensor, dtype: torch.dtype) -> None:
         self.ring = ring
-        size = ring.world_size
-        self.parts = [x.new_zeros(size, *x.transpose(1, 2).shape) for x in (dk, dv)]
+        self.parts = [
+            x.new_zeros(ring.world_size, *x.transpose(1, 2).shape, dtype=dtype)
+            for x in (key, value)
+        ]
 
-    def arrived(self, step: int) -> tuple[Tensor, ...]:
+    def add(self, step: int, parts: Sequence[KeyGradients]) -> None:
         owner = (self.ring.rank - step) % self.ring.world_size
-        return tuple(x[owner].transpose(1, 2) for x in self.parts)
-
-    def send(self, step: int) -> None:
-        pass
+        for region, *gradients in parts:
+            for totals, part in zip(self.parts, gradients, strict=True):
+                accumulate_(totals[owner].transpose(1, 2), region, part, first=step == 0)
 
     def home(self) -> tuple[Tensor, ...]:
         size, rank = self.ring.world_size, self.ring.rank
@@ -254,7 +258,11 @@ class ProcessGroupRing(Ring):
         # group_peer: ranks of this group, which need not be contiguous in the world.
         ops = [dist.P2POp(dist.isend, x, group=self.group, group_peer=to) for x in send]
         ops += [dist.P2POp(dist.irecv, x, group=self.group, group_peer=source) for x in receive]
-        return _Works(dist.batch_isend_irecv(ops))
+        return _Works(dist.batch_isend_irecv(ops), self)
+
+    def members(self) -> list[int]:
+        """Ranks of the job, in the order of the ring."""
+        return dist.get_process_group_ranks(self.group)
 
     def all_gather(self, out: Tensor, x: Tensor) -> Pending:
         # flatten: gloo wants the gathered pieces concatenated, not stacked.
@@ -267,12 +275,23 @@ class ProcessGroupRing(Ring):
 
 
 class _Works:
-    def __init__(self, works: list[Any]) -> None:
+    def __init__(self, works: list[Any], hop_of: ProcessGroupRing | None = None) -> None:
         self.works = works
+        self.hop_of = hop_of
 
     def wait(self) -> None:
-        for work in self.works:
-            work.wait()
+        try:
+            for work in self.works:
+                work.wait()
+        except RuntimeError as error:
+            if self.hop_of is None:
+                raise
+            ring, members = self.hop_of, self.hop_of.members()
+            before, after = members[ring.rank - 1], members[(ring.rank + 1) % ring.world_size]
+            raise RuntimeError(
+                f"ring: rank {members[ring.rank]} waited for keys from rank {before} and for rank "
+                f"{after} to take its own: {error}"
+            ) from error
 
 
 class SingleRing(Ring):
