@@ -4,9 +4,11 @@ The plain model has whole logits, no checkpointing and no chunks. Tolerance 1e-5
 """
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.distributed.launch import run_ranks
-from tests.distributed.model_step import compare_step, save_step
+from tests.distributed.model_step import Step, compare_step, save_step
 
 PLAIN = ["--memory.loss_chunk_tokens", "0", "--activation_checkpoint.mode", "none"]
 FULL = ["--activation_checkpoint.mode", "full"]
@@ -66,3 +68,26 @@ def test_loss_and_gradients(layout, plain):
         for name, error in errors.items():
             assert error["loss"] < 1e-5, (name, error)
             assert error["gradients"] < 1e-5, (name, error)
+
+
+def bitwise_differences(names):
+    """Whether loss or gradients differ from no checkpointing, under FSDP's bfloat16."""
+    settings = [CP, str(dist.get_world_size()), "--training.mixed_precision_param", "bfloat16"]
+    plain = Step(*settings, *PLAIN)
+    loss, gradients = plain.run(), plain.gradients()
+    differences = []
+    for name in names:
+        step = Step(*settings, *PLAIN, *LEVERS[name])
+        differences += [(name, "loss")] if not torch.equal(step.run(), loss) else []
+        differences += [
+            (name, parameter)
+            for parameter, gradient in step.gradients().items()
+            if not torch.equal(gradient, gradients[parameter])
+        ]
+    return differences
+
+
+def test_recomputation_in_mixed_precision():
+    """A block computed again gets the same numbers in the same dtype: bitwise the same step."""
+    names = ["checkpoints", "recompute attention", "offload"]
+    assert run_ranks(2, bitwise_differences, names) == [[], []]
