@@ -152,6 +152,10 @@ class Rope:
     extrapolate: bool = False
     """Whether sequences longer than these settings are meant for are wanted"""
 
+    on_mismatch: Literal["refuse", "take", "change"] = "refuse"
+    """Where config.json of the Hugging Face weights says otherwise: refuse to run, take its
+    settings, or change the weights to these by training"""
+
 
 @dataclass
 class Memory:
@@ -175,6 +179,54 @@ class Metrics(titan.Metrics):
 
 
 @dataclass
+class Evaluation:
+    enable: bool = False
+    """Whether training measures the model as scripts/evaluate.py does"""
+
+    freq: int = 500
+    """Steps of training from one evaluation to the next; the last step has one too"""
+
+    tasks: list[str] = field(
+        default_factory=lambda: ["passkey", "needle", "multikey", "multivalue", "copy"]
+    )
+    """Tasks with a question at the end of the text"""
+
+    lengths: list[int] = field(default_factory=list)
+    """Lengths of the tasks' texts in tokens. Empty: a quarter, half and all of training.seq_len"""
+
+    depths: list[float] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
+    """Where needles hide: 0 the beginning of the text, 1 its end"""
+
+    samples: int = 2
+    """Samples for every length and depth"""
+
+    texts: int = 4
+    """Texts of the greatest length for loss by position, gain and LongPPL"""
+
+    short_context: int = 8192
+    """Tokens of context that the gain of a long one is measured against"""
+
+    seed: int = 0
+    """Decides keys, values and places of the needles"""
+
+    dataset: str = "sample"
+    """Text to hide needles in and to predict; the same choices as in [training]"""
+
+    dataset_path: str | None = None
+    """File, folder or glob of .txt, .jsonl, .jsonl.gz, .parquet, or a prepared folder (dataset
+    "local"); where torchtitan's own datasets are found"""
+
+    text_column: str = "text"
+    """JSON key or column that holds the text of a document"""
+
+    dataset_subset: str | None = None
+    """Subset (configuration) of a Hugging Face dataset"""
+
+    dataset_split: str = "train"
+    """Split of a Hugging Face dataset"""
+
+
+@dataclass
 class StripedJobConfig(titan.JobConfig):
     """torchtitan's sections and those of this project."""
 
@@ -187,6 +239,7 @@ class StripedJobConfig(titan.JobConfig):
     documents: Documents = field(default_factory=Documents)
     rope: Rope = field(default_factory=Rope)
     memory: Memory = field(default_factory=Memory)
+    evaluation: Evaluation = field(default_factory=Evaluation)
 
 
 def load_config(args: Sequence[str], world_size: int | None = None) -> StripedJobConfig:

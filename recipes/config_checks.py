@@ -144,10 +144,12 @@ def check_launch(config: "StripedJobConfig", world_size: int) -> None:
     data_parallel = _check_degrees(config, world_size)
     _check_batch(config, data_parallel)
     try:
-        _check_model(config)
         _check_files(config)
+        _check_weights(config)  # may take the RoPE settings from the weights
+        _check_model(config)
         _check_checkpoint(config)
         _check_data(config, data_parallel)
+        _check_evaluation(config)
         check_host_memory(config)
         check_host(config)
     except InvalidSetting:
@@ -237,11 +239,26 @@ def _check_files(config: "StripedJobConfig") -> None:
         raise InvalidSetting("checkpoint.initial_load_path", load_path, "no such folder", allowed)
 
 
+def _check_weights(config: "StripedJobConfig") -> None:
+    # Imported late: it builds the model to know the shapes of its weights.
+    from recipes.weights.checks import check_weights
+
+    check_weights(config)
+
+
 def _check_checkpoint(config: "StripedJobConfig") -> None:
     # Imported late: it imports torch.
     from recipes.checkpoint_files import check_checkpoint_files
 
     check_checkpoint_files(config)
+
+
+def _check_evaluation(config: "StripedJobConfig") -> None:
+    if config.evaluation.enable:
+        # Imported late: few runs have one.
+        from recipes.evaluation.checks import check_evaluation
+
+        check_evaluation(config)
 
 
 def _check_data(config: "StripedJobConfig", data_parallel: int) -> None:

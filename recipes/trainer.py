@@ -7,6 +7,7 @@ without any label changes nothing.
 """
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +20,11 @@ from torchtitan.train import Trainer
 from recipes import preemption, saving
 from recipes.batch import BatchSharder, plain_loss
 from recipes.config import StripedJobConfig
+from recipes.evaluation.gate import EvaluationGate
 from recipes.loss import collect_token_losses
 from recipes.metrics.processor import StripedMetrics
 from recipes.startup_check import run_startup_check
+from recipes.weights.export import finish_export
 
 
 class Microbatch(NamedTuple):
@@ -43,6 +46,10 @@ class StripedTrainer(Trainer):
     def __init__(self, job_config: StripedJobConfig) -> None:
         super().__init__(job_config)
         self.sharder = BatchSharder(job_config, self.parallel_dims)
+        self.gate: EvaluationGate | None = None
+        if job_config.evaluation.enable:
+            (model,) = self.model_parts
+            self.gate = EvaluationGate(job_config, self.tokenizer, self.parallel_dims, model)
         self.first_step: int | None = None
 
     def init_distributed(self) -> ParallelDims:
@@ -59,6 +66,13 @@ class StripedTrainer(Trainer):
             saving.save_and_leave(self.checkpointer, self.step, self.step > self.first_step)
         return more
 
+    def train(self) -> None:
+        super().train()
+        checkpoint = self.job_config.checkpoint
+        if checkpoint.enable and checkpoint.last_save_in_hf:
+            folder = Path(self.checkpointer.folder, f"step-{self.step}")
+            finish_export(folder, self.job_config)
+
     def batch_generator(
         self, data_iterable: Iterable[tuple[dict[str, torch.Tensor], torch.Tensor]]
     ) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
@@ -74,6 +88,8 @@ class StripedTrainer(Trainer):
     ) -> None:
         with self.metrics_processor.measure_step(self.step):
             self._train_step(data_iterator)
+        if self.gate is not None and self.gate.due(self.step):
+            self.gate.run(self.step)
 
     def _train_step(
         self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]

@@ -117,9 +117,10 @@ def longest_sequence(rope: "Rope", head_dim: int) -> int:
 
     `original_max_position_embeddings`, times the scaling factor (twice that for "llama3": see
     LLAMA3_REACH), times what a theta above Llama-3's stretches: NTK-aware scaling solved for the
-    length, (theta / 500000) ** ((D - 2) / D) (arXiv 2309.00071, equation 14).
+    length, (theta / 500000) ** ((D - 2) / D) (arXiv 2309.00071, equation 14). A smaller
+    theta is that of another pre-training, whose length `original_max_position_embeddings` is.
     """
-    stretch = (rope.theta / LLAMA3_THETA) ** ((head_dim - 2) / head_dim)
+    stretch = max(rope.theta / LLAMA3_THETA, 1.0) ** ((head_dim - 2) / head_dim)
     if rope.scaling == "llama3":
         stretch *= LLAMA3_REACH * rope.scaling_factor
     elif rope.scaling == "yarn":

@@ -50,9 +50,9 @@ def torchrun(ranks: int, *settings: str, recipe: str = RECIPE, timeout: float = 
     return Run(finished.returncode, re.sub(r"\x1b\[[0-9;]*m", "", finished.stdout))
 
 
-def train(ranks: int, folder: Path, *settings: str) -> Run:
+def train(ranks: int, folder: Path, *settings: str, timeout: float = 200) -> Run:
     """A run that must succeed, with its TensorBoard files under `folder`."""
-    run = torchrun(ranks, "--job.dump_folder", str(folder), *settings)
+    run = torchrun(ranks, "--job.dump_folder", str(folder), *settings, timeout=timeout)
     assert run.status == 0, run.output
     run.event_files = sorted(folder.rglob("events.out.tfevents.*"))
     for file in run.event_files:

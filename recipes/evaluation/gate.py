@@ -1,0 +1,50 @@
+"""Evaluation during training, every `evaluation.freq` steps."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.utils.tensorboard import SummaryWriter
+from torchtitan.distributed import ParallelDims
+from torchtitan.tools.logging import logger
+
+from recipes.config import StripedJobConfig
+from recipes.evaluation import report
+from recipes.evaluation.evaluator import Evaluator
+
+
+class EvaluationGate:
+    """Measures the model when it is due, and says what came out."""
+
+    def __init__(
+        self,
+        config: StripedJobConfig,
+        tokenizer: Any,
+        parallel_dims: ParallelDims,
+        model: nn.Module,
+    ) -> None:
+        self.config = config
+        self.evaluator = Evaluator(config, tokenizer, parallel_dims, model)
+        self.folder = Path(config.job.dump_folder, "evaluation")
+        logs = config.metrics.enable_tensorboard and dist.get_rank() == 0
+        self.writer = SummaryWriter(str(self.folder)) if logs else None
+
+    def due(self, step: int) -> bool:
+        """Every `freq` steps, and at the end."""
+        return step % self.config.evaluation.freq == 0 or step == self.config.training.steps
+
+    def run(self, step: int) -> dict[str, Any]:
+        """Measure, write and log; the result is on every rank."""
+        start = time.perf_counter()
+        result = self.evaluator.run()
+        if dist.get_rank() == 0:
+            files = report.write(result, self.folder, step, self.writer)
+            names = ", ".join(str(file) for file in files)
+            logger.info(
+                f"evaluation of step {step} in {time.perf_counter() - start:.1f} s: {names}"
+            )
+        for line in report.table(result).splitlines():
+            logger.info(line)
+        return result

@@ -1,0 +1,37 @@
+"""Evaluation by itself: the weights of a run loaded as its training would, and measured."""
+
+from pathlib import Path
+
+from recipes.config import StripedJobConfig
+from recipes.llama3 import train_spec
+from recipes.trainer import StripedTrainer
+
+
+def evaluate(config: StripedJobConfig) -> None:
+    """Load and measure; prints a table on the rank that logs, writes files on rank 0.
+
+    Raises:
+        ValueError: the run has no checkpoint and nothing it starts from.
+    """
+    train_spec.register()
+    trainer = StripedTrainer(config)
+    try:
+        if not trainer.checkpointer.load(step=config.checkpoint.load_step):
+            folder = Path(config.job.dump_folder, config.checkpoint.folder)
+            raise ValueError(
+                f"{folder}: no checkpoint; train first, or load weights with "
+                "--checkpoint.initial_load_in_hf or --checkpoint.initial_load_path"
+            )
+        assert trainer.gate is not None
+        trainer.gate.run(loaded_step(config))
+    finally:
+        trainer.close()
+
+
+def loaded_step(config: StripedJobConfig) -> int:
+    """The step of the weights; 0 for those a run starts from."""
+    folder = Path(config.job.dump_folder, config.checkpoint.folder)
+    if config.checkpoint.load_step != -1:
+        return config.checkpoint.load_step
+    names = (path.name.removeprefix("step-") for path in folder.glob("step-*"))
+    return max((int(name) for name in names if name.isdigit()), default=0)

@@ -1,0 +1,180 @@
+"""Startup checks of Hugging Face weights and of the tokenizer: before any process group exists."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
+
+from recipes.config import StripedJobConfig
+from recipes.config_types import InvalidSetting
+from recipes.llama3.args import FLAVORS
+from recipes.weights.adapter import hf_shapes
+from recipes.weights.folder import INDEX, check_folder, read_json
+from recipes.weights.model_config import mismatch
+from recipes.weights.rope_config import FIELDS, max_positions, read_rope
+
+# A model's vocabulary may be rounded up to a multiple of this.
+_VOCABULARY_PADDING = 1024
+
+
+def weights_folder(config: StripedJobConfig) -> Path:
+    """Where Hugging Face weights are loaded from."""
+    checkpoint = config.checkpoint
+    if checkpoint.initial_load_path and checkpoint.initial_load_in_hf:
+        return Path(checkpoint.initial_load_path)
+    return Path(config.model.hf_assets_path)
+
+
+def check_weights(config: StripedJobConfig) -> None:
+    """Check tokenizer, Hugging Face folder and checkpoint settings; RoPE may be taken over.
+
+    With `rope.on_mismatch` = "take" the fields of `config.rope` become the file's.
+
+    Raises:
+        ValueError: one line that names the key or file and what is wrong.
+    """
+    _check_settings(config)
+    takes = config.rope.on_mismatch == "take"
+    loads = _loads_hf(config)
+    if takes or loads:
+        _check_rope(config)
+    if loads:
+        folder = weights_folder(config)
+        _check_model(config, folder)
+        check_folder(folder, {n: tuple(s) for n, s in hf_shapes(_flavor(config)).items()})
+    _check_tokenizer(config, loads)
+
+
+def take_rope(config: StripedJobConfig) -> None:
+    """Replace the RoPE settings by those of the weights' config.json, where that is asked for.
+
+    Raises:
+        ValueError: there is no such file, or `[rope]` cannot express what it says.
+    """
+    if config.rope.on_mismatch == "take":
+        _check_rope(config)
+
+
+def _loads_hf(config: StripedJobConfig) -> bool:
+    """Whether this run starts from Hugging Face weights: not when it goes on from its own."""
+    checkpoint = config.checkpoint
+    own = os.path.join(config.job.dump_folder, checkpoint.folder)
+    return checkpoint.enable and checkpoint.initial_load_in_hf and not os.path.exists(own)
+
+
+def _check_settings(config: StripedJobConfig) -> None:
+    """What torchtitan 0.2.2 asserts late, only warns of, or ignores."""
+    checkpoint = config.checkpoint
+    needs = {
+        "initial_load_in_hf": ("enable", True),
+        "last_save_in_hf": ("enable", True),
+        "initial_load_in_hf_quantized": ("initial_load_in_hf", None),
+    }
+    for name, (other, value) in needs.items():
+        if not getattr(checkpoint, name):
+            continue
+        if value is None:
+            why = "LLaMA-3 weights are loaded in floating point"
+            raise InvalidSetting(f"checkpoint.{name}", True, why, "false")
+        if getattr(checkpoint, other) != value:
+            why = f"has no effect while checkpoint.{other} is false"
+            raise InvalidSetting(f"checkpoint.{name}", True, why, f"set checkpoint.{other} = true")
+    for name, other in (
+        ("initial_load_in_hf", "initial_load_model_only"),
+        ("last_save_in_hf", "last_save_model_only"),
+    ):
+        if getattr(checkpoint, name) and not getattr(checkpoint, other):
+            why = f"a Hugging Face folder holds weights only, and checkpoint.{name} is true"
+            raise InvalidSetting(f"checkpoint.{other}", False, why, "true")
+    if checkpoint.last_save_in_hf and checkpoint.load_only:
+        why = "nothing is saved while checkpoint.load_only is true"
+        raise InvalidSetting("checkpoint.last_save_in_hf", True, why, "false")
+    _check_resume(config)
+
+
+def _check_resume(config: StripedJobConfig) -> None:
+    """A run whose last save was an export has nothing it could go on from at that step."""
+    checkpoint = config.checkpoint
+    folder = Path(config.job.dump_folder, checkpoint.folder)
+    if not checkpoint.enable or not folder.is_dir():
+        return
+    steps = {
+        int(p.name.removeprefix("step-")): p
+        for p in folder.glob("step-*")
+        if p.name.removeprefix("step-").isdigit()
+    }
+    if not steps:
+        return
+    step = checkpoint.load_step if checkpoint.load_step != -1 else max(steps)
+    path = steps.get(step)
+    if path is not None and (path / INDEX).is_file() and not (path / ".metadata").is_file():
+        native = sorted(s for s, p in steps.items() if (p / ".metadata").is_file())
+        allowed = f"one of {native}" if native else "none: start a run with another dump_folder"
+        why = f"{path} is an export to Hugging Face, without what is needed to go on"
+        raise InvalidSetting("checkpoint.load_step", checkpoint.load_step, why, allowed)
+
+
+def _flavor(config: StripedJobConfig) -> Any:
+    return FLAVORS[config.model.flavor]
+
+
+def _check_model(config: StripedJobConfig, folder: Path) -> None:
+    hf = read_json(folder / "config.json")
+    problem = mismatch(hf, _flavor(config))
+    if problem is None:
+        return
+    fitting = [name for name, args in FLAVORS.items() if mismatch(hf, args) is None]
+    allowed = ", ".join(f'"{name}"' for name in fitting) or "no flavor fits these weights"
+    why = f"{folder / 'config.json'} says {problem}"
+    raise InvalidSetting("model.flavor", config.model.flavor, why, allowed)
+
+
+def _check_rope(config: StripedJobConfig) -> None:
+    """Compare `[rope]` with the file's, or take the file's."""
+    rope, seq_len = config.rope, config.training.seq_len
+    if rope.on_mismatch == "change":
+        return
+    path = weights_folder(config) / "config.json"
+    hf = read_json(path)
+    try:
+        theirs = read_rope(hf, rope, _flavor(config).head_dim)
+    except (KeyError, ValueError) as error:
+        why = f"missing {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"{path}: {why}") from None
+    if rope.on_mismatch == "take":
+        config.rope = theirs
+    else:
+        for name in FIELDS[theirs.scaling]:
+            ours, file = getattr(rope, name), getattr(theirs, name)
+            if ours != file:
+                allowed = (
+                    'the same; or rope.on_mismatch = "take" (use the file\'s settings) or '
+                    '"change" (train the weights to these)'
+                )
+                why = f"{path} says {file}"
+                raise InvalidSetting(f"rope.{name}", ours, why, allowed)
+    longest = max_positions(hf)
+    if seq_len > longest and not rope.extrapolate:
+        why = f"{path} says max_position_embeddings = {longest}"
+        allowed = (
+            f'at most {longest}; or rope.on_mismatch = "change" with settings for longer '
+            "sequences, or rope.extrapolate = true"
+        )
+        raise InvalidSetting("training.seq_len", seq_len, why, allowed)
+
+
+def _check_tokenizer(config: StripedJobConfig, loads_hf: bool) -> None:
+    path, flavor = config.model.hf_assets_path, config.model.flavor
+    try:
+        size = HuggingFaceTokenizer(path).get_vocab_size()
+    except Exception as error:  # the Rust library raises plain Exception, torchtitan several kinds
+        why = f"no tokenizer can be read ({str(error).splitlines()[0]})"
+        allowed = "a folder with tokenizer.json"
+        raise InvalidSetting("model.hf_assets_path", path, why, allowed) from None
+    room = FLAVORS[flavor].vocab_size
+    # Without trained weights a small vocabulary is a choice; with them it is another model's.
+    least = room - _VOCABULARY_PADDING + 1 if loads_hf and room > _VOCABULARY_PADDING else 1
+    if not least <= size <= room:
+        why = f"its tokenizer has {size} entries, flavor {flavor} has {room}"
+        raise InvalidSetting("model.hf_assets_path", path, why, "the tokenizer of the model")

@@ -1,0 +1,73 @@
+"""Measure how a model uses long contexts, on any number of ranks.
+
+    python scripts/evaluate.py --job.config_file X.toml --parallelism.context_parallel_degree 1
+    torchrun --nproc_per_node 8 scripts/evaluate.py --job.config_file X.toml
+    torchrun --nproc_per_node 8 scripts/evaluate.py --initial --job.config_file X.toml
+
+The recipe of the run, its last checkpoint (`--checkpoint.load_step N` for another), or with
+`--initial` the weights it started from. `[evaluation]` says what is measured; `--section.key value`
+overrides the TOML, as for train.py. docs/evaluation.md describes the measures and the files.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+# A checkpoint folder that never exists: torchtitan then loads what the run starts from.
+_NO_CHECKPOINTS = "evaluation/no-checkpoints"
+
+
+def main(argv: list[str]) -> None:
+    sys.path.insert(0, str(ROOT))
+    if "RANK" not in os.environ:
+        be_alone()
+    # After the arguments: these imports take seconds.
+    from recipes.config import load_config
+    from recipes.console import init_console
+    from recipes.launch import refuse
+
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    try:
+        config = load_config(arguments(argv), world_size)
+    except ValueError as error:
+        refuse(str(error), rank)
+    init_console(config, rank, world_size)
+
+    import torch.distributed as dist
+
+    from recipes.evaluation.run import evaluate
+
+    try:
+        evaluate(config)
+    except ValueError as error:
+        refuse(str(error), rank)
+    dist.destroy_process_group()
+
+
+def arguments(argv: list[str]) -> list[str]:
+    """The user's, and what makes a run of them that only loads and measures."""
+    initial = ["--checkpoint.folder", _NO_CHECKPOINTS] if "--initial" in argv else []
+    return [
+        *(arg for arg in argv if arg != "--initial"),
+        *("--checkpoint.enable", "--checkpoint.load_only", "--checkpoint.no-last_save_in_hf"),
+        *("--checkpoint.exclude_from_loading", "optimizer,lr_scheduler,dataloader,train_state"),
+        *("--evaluation.enable", "--validation.no-enable", "--profiling.no-enable_profiling"),
+        *initial,
+    ]
+
+
+def be_alone() -> None:
+    """What torchrun sets, for one process without it."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
