@@ -56,6 +56,23 @@ def custom_scalars() -> dict[str, dict[str, list]]:
     }
 
 
+def twins(metrics: dict[str, float]) -> dict[str, float]:
+    """The values of charts whose tags have parentheses, under tags that have none.
+
+    TensorBoard 2.21 looks for the run's name behind a tag's first parenthesis and draws nothing.
+    """
+    return {_drawable(tag): metrics[tag] for tag in metrics if tag in _UNDRAWABLE}
+
+
+_UNDRAWABLE = {
+    tag for charts in _CHARTS.values() for tags in charts.values() for tag in tags if "(" in tag
+}
+
+
+def _drawable(tag: str) -> str:
+    return "charts/" + tag.replace("(", "_").replace(")", "") if "(" in tag else tag
+
+
 def _pattern(tag: str) -> str:
     """TensorBoard reads tags as regular expressions that match from the start."""
-    return re.escape(tag) if tag.endswith("/") else f"{re.escape(tag)}$"
+    return re.escape(tag) if tag.endswith("/") else f"{re.escape(_drawable(tag))}$"

@@ -26,7 +26,7 @@ from torchtitan.tools.utils import device_type
 
 from recipes.config import StripedJobConfig
 from recipes.llama3.args import TransformerModelArgs
-from recipes.metrics.charts import custom_scalars
+from recipes.metrics.charts import custom_scalars, twins
 from recipes.metrics.flops import Flops
 from recipes.metrics.interval import Interval
 from recipes.metrics.positions import LossByPosition
@@ -148,6 +148,9 @@ class StripedMetrics(MetricsProcessor):
             **extra,
         }
         self.logger.log(metrics, step)
+        if self.tensorboard is not None:
+            for tag, value in twins(metrics).items():
+                self.tensorboard.add_scalar(tag, value, step)
         color = self.color
         logger.info(
             f"{color.red}step: {step:2}  "

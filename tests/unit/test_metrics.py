@@ -12,7 +12,7 @@ from torchtitan.tools.logging import logger
 
 from recipes.llama3.args import FLAVORS
 from recipes.loss import LossHead, build_loss, collect_token_losses
-from recipes.metrics.charts import custom_scalars
+from recipes.metrics.charts import custom_scalars, twins
 from recipes.metrics.flops import Flops, visible_pairs
 from recipes.metrics.interval import Interval
 from recipes.metrics.positions import LossByPosition
@@ -145,12 +145,15 @@ def test_host_clock_tells_computing_from_waiting():
     assert clock.sent_bytes == 15
 
 
-def test_charts_name_tags_as_tensorboard_reads_them():
-    speed = custom_scalars()["Speed"]
-    kind, patterns = speed["MFU"]
+def test_charts_name_tags_as_tensorboard_reads_and_draws_them():
+    kind, patterns = custom_scalars()["Speed"]["MFU"]
     assert kind == "Multiline"
-    tags = ["mfu(%)", "mfu_causal(%)", "planned/mfu(%)", "mfux"]
-    assert [tag for tag in tags if any(re.match(p, tag) for p in patterns)] == tags[:3]
+    measured = {"mfu(%)": 2.0, "mfu_causal(%)": 1.0, "planned/mfu(%)": 3.0, "lr": 4.0}
+    drawn = twins(measured)
+    assert drawn == {"charts/mfu_%": 2.0, "charts/mfu_causal_%": 1.0, "charts/planned/mfu_%": 3.0}
+    for tag in drawn:
+        assert any(re.match(pattern, tag) for pattern in patterns)
+    assert not any(re.match(pattern, "charts/mfu_%x") for pattern in patterns)
     (pattern,) = custom_scalars()["Loss"]["loss by position"][1]
     assert re.match(pattern, "loss_by_position/64-127")
     assert not re.match(pattern, "validation_loss_by_position/64-127")
