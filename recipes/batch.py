@@ -32,6 +32,8 @@ class BatchSharder:
         self.reset_positions = job_config.documents.reset_positions
         self.cp_mesh: DeviceMesh | None = parallel_dims.get_optional_mesh("cp")
         self.pp_enabled = parallel_dims.pp_enabled
+        compile_ = job_config.compile
+        self.compiled = compile_.enable and "model" in compile_.components
         self.flavor = job_config.model.flavor
 
     def shard(
@@ -80,10 +82,13 @@ class BatchSharder:
         return self.layout.positions(seq_len, self.cp_mesh.size(), self.cp_mesh.get_local_rank())
 
     def _documents(self, boundaries: torch.Tensor | None) -> Documents | None:
-        """None also for one document per row: plain causal attention is that, and faster."""
+        """None also for one document per row: plain causal attention is that, and faster.
+
+        But not for compiled blocks, which would be compiled again at the first such batch.
+        """
         if boundaries is None or not self.mask_documents:
             return None
         lengths = boundaries.diff(dim=1)
-        if ((lengths > 0).sum(dim=1) <= 1).all():
+        if not self.compiled and ((lengths > 0).sum(dim=1) <= 1).all():
             return None
         return Documents(boundaries)

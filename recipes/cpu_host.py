@@ -11,13 +11,14 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 from unittest import mock
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 if TYPE_CHECKING:
@@ -66,6 +67,17 @@ def use_sum_reductions(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
+
+
+def offload_unpinned() -> AbstractContextManager[object]:
+    """While FSDP2 is applied: offloaded parameters lie in memory that is not pinned.
+
+    Pinning needs an accelerator: "Cannot access accelerator device when none is available".
+    """
+    from torchtitan.models.llama3.infra import parallelize
+
+    policy = functools.partial(CPUOffloadPolicy, pin_memory=False)
+    return mock.patch.object(parallelize, "CPUOffloadPolicy", policy)
 
 
 def init_weights_as_one(model: nn.Module, build: Callable[[], "ModelProtocol"]) -> None:

@@ -17,7 +17,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer
 
-from recipes import preemption, saving
+from recipes import cpu_host, preemption, saving
 from recipes.batch import BatchSharder, plain_loss
 from recipes.config import StripedJobConfig
 from recipes.evaluation.gate import EvaluationGate
@@ -53,7 +53,13 @@ class StripedTrainer(Trainer):
         self.first_step: int | None = None
 
     def init_distributed(self) -> ParallelDims:
+        training = self.job_config.training
+        offload = training.enable_cpu_offload
+        # Without an accelerator gloo serves the offloaded parameters already; torchtitan 0.2.2
+        # would name it a second time: "Duplicate device type cpu".
+        training.enable_cpu_offload = offload and not cpu_host.is_cpu_host()
         parallel_dims = super().init_distributed()
+        training.enable_cpu_offload = offload
         run_startup_check(self.job_config, parallel_dims, self.device)
         return parallel_dims
 

@@ -1,5 +1,7 @@
 """How the model is spread over the ranks: torchtitan's parallelisms around this project's ring."""
 
+import contextlib
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -82,16 +84,18 @@ def apply_ring(model: nn.Module, cp_mesh: DeviceMesh, job_config: StripedJobConf
 def apply_fsdp(model: nn.Module, parallel_dims: ParallelDims, job_config: StripedJobConfig) -> None:
     """FSDP2 over the data-parallel and context-parallel ranks, replicated if so configured."""
     axes = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
-    titan.apply_fsdp(
-        model,
-        parallel_dims.get_mesh(axes),
-        param_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_param],
-        reduce_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_reduce],
-        pp_enabled=parallel_dims.pp_enabled,
-        cpu_offload=job_config.training.enable_cpu_offload,
-        reshard_after_forward_policy=job_config.parallelism.fsdp_reshard_after_forward,
-    )
-    if cpu_host.is_cpu_host():
+    cpu = cpu_host.is_cpu_host()
+    with cpu_host.offload_unpinned() if cpu else contextlib.nullcontext():
+        titan.apply_fsdp(
+            model,
+            parallel_dims.get_mesh(axes),
+            param_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_param],
+            reduce_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_reduce],
+            pp_enabled=parallel_dims.pp_enabled,
+            cpu_offload=job_config.training.enable_cpu_offload,
+            reshard_after_forward_policy=job_config.parallelism.fsdp_reshard_after_forward,
+        )
+    if cpu:
         cpu_host.use_sum_reductions(model)
 
 

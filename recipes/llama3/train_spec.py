@@ -6,6 +6,7 @@ from torchtitan.components.tokenizer import build_hf_tokenizer
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
+from recipes import float8
 from recipes.data import build_dataloader
 from recipes.llama3.args import FLAVORS
 from recipes.llama3.model import Transformer
@@ -20,6 +21,7 @@ NAME = "llama3_striped"
 
 def register() -> None:
     """Make the model known to torchtitan's trainer; once per process."""
+    float8.register()
     register_train_spec(
         NAME,
         TrainSpec(

@@ -15,7 +15,6 @@ from tests.distributed.training import (
     common,
     gradients,
     train,
-    train_from_seed,
 )
 
 KEYS = {
@@ -78,26 +77,15 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("jobs"))
-
-
-@pytest.fixture(scope="module")
-def reference(folder: str) -> Result:
-    (result,) = run_ranks(1, train_from_seed, folder)
-    return result
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layout(name: str, folder: str, reference: Result, tmp_path) -> None:
+def test_layout(name: str, seed_folder: str, one_rank: Result, tmp_path) -> None:
     ranks, settings = LAYOUTS[name]
-    job = Job(str(tmp_path), common(folder) + settings, gradients(folder))
+    job = Job(str(tmp_path), common(seed_folder) + settings, gradients(seed_folder))
     results = run_ranks(ranks, train, job, timeout=200)
     (shown,) = [result for result in results if result.scalars]
     for tag in ("loss_metrics/global_avg_loss", "validation_metrics/loss", "grad_norm"):
         if tag in shown.scalars or NO_VALIDATION[0] not in settings:
-            assert shown.values(tag) == pytest.approx(reference.values(tag), rel=1e-4), tag
+            assert shown.values(tag) == pytest.approx(one_rank.values(tag), rel=1e-4), tag
     for result in results:
         assert result.gradient_errors
         assert max(result.gradient_errors.values()) < 1e-5, result.gradient_errors

@@ -128,7 +128,10 @@ class Batches:
 def make_batch(
     step: int, ignored: Callable[[int, torch.Tensor], torch.Tensor] | None = None
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Tokens in a few documents a row, as many as the step, a third of the labels ignored."""
+    """Tokens in documents, up to one more than the step, a third of the labels ignored.
+
+    Step 4 has one document in every row.
+    """
     generator = torch.Generator().manual_seed(step)
     shape = (ROWS, SEQ_LEN)
     tokens = torch.randint(0, 2000, shape, generator=generator)
@@ -137,6 +140,7 @@ def make_batch(
     mask = torch.rand(shape, generator=generator) < 0.3
     labels[mask if ignored is None else ignored(step, mask)] = -100
     cuts = torch.randint(0, SEQ_LEN + 1, (ROWS, step), generator=generator).sort(dim=1).values
+    cuts = torch.full_like(cuts, SEQ_LEN) if step == 4 else cuts
     ends = torch.tensor([[0, SEQ_LEN]]).expand(ROWS, -1)
     boundaries = torch.cat([ends[:, :1], cuts, ends[:, 1:]], dim=1)
     return {"input": tokens, "boundaries": boundaries}, labels
