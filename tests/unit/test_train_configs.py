@@ -8,6 +8,7 @@ import functools
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -89,6 +90,7 @@ BUILDS = [
 def test_builds_for_its_ranks(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(offload, "host_memory_available", lambda: 2**40)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**50))
     put_files_in_place(settings_of(name))
     ranks = launched_ranks(name)
     config = load_config(["--job.config_file", str(path(name))], ranks)
