@@ -91,7 +91,8 @@ def check_checkpoint_files(config: "StripedJobConfig") -> None:
     metadata = read_metadata(found.folder)
     _check_data_files(found.folder, metadata)
     _check_shapes(found.folder, metadata, config)
-    if not found.weights_only and "train_state.step" not in metadata.state_dict_metadata:
+    goes_on = not found.weights_only and "train_state" not in config.checkpoint.exclude_from_loading
+    if goes_on and "train_state.step" not in metadata.state_dict_metadata:
         raise ValueError(
             f"{found.folder}: holds weights only, and nothing to go on from (last_save_model_only "
             "was true); start from it with checkpoint.initial_load_path and another dump_folder"

@@ -27,6 +27,9 @@ def check_data(config: Any, dp_degree: int) -> None:
         if section == "training" or config.validation.enable:
             _check_settings(config, section)
             _check_documents(config, section, dp_degree)
+    if config.evaluation.enable:
+        _check_settings(config, "evaluation")
+        _check_documents(config, "evaluation", 1)
     check_checkpoint(config, dp_degree)
 
 

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from tqdm import tqdm
 
+from recipes.checkpoint_files import read_metadata
 from recipes.config import StripedJobConfig
 from recipes.llama3.args import FLAVORS, TransformerModelArgs
 from recipes.weights.adapter import StateDictAdapter, file_numbers, hf_shapes, native_shapes
@@ -143,9 +144,7 @@ def _stored_weights(
     checkpoint: Path, shapes: dict[str, torch.Size]
 ) -> dict[str, TensorStorageMetadata]:
     """Shapes and dtypes of the weights in a checkpoint, which must be those of the flavor."""
-    if not (checkpoint / ".metadata").is_file():
-        raise ValueError(f"{checkpoint}: no checkpoint; name the folder of one step (step-20)")
-    stored = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    stored = read_metadata(checkpoint).state_dict_metadata
     weights: dict[str, TensorStorageMetadata] = {}
     for name, shape in shapes.items():
         found = stored.get(name)

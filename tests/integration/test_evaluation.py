@@ -141,6 +141,7 @@ def test_a_model_that_learns_to_copy_shows_it(tmp_path: Path) -> None:
         *(1, tmp_path, *TINY, *settings, "--training.local_batch_size", "32"),
         *("--training.steps", "350", "--optimizer.lr", "3e-3", "--lr_scheduler.warmup_steps", "20"),
         *("--checkpoint.enable", "--checkpoint.interval", "350"),
+        "--checkpoint.last_save_model_only",
         *("--evaluation.enable", "--evaluation.freq", "50", "--metrics.log_freq", "50"),
         timeout=900,
     )

@@ -102,7 +102,7 @@ def test_any_step_converts_bitwise(tied: tuple[Path, Path], tmp_path: Path) -> N
 
     for args, message in (
         ((RECIPE, step, out), f"{out}: not empty"),
-        ((RECIPE, dump, tmp_path / "new"), f"{dump}: no checkpoint"),
+        ((RECIPE, dump, tmp_path / "new"), f"{dump}: no checkpoint of torch's format"),
         ((RECIPE, step, tmp_path / "new", "--model.flavor", "1B"), "is model.flavor the run's?"),
     ):
         refused = convert(*args, *settings)
