@@ -62,14 +62,13 @@ def leave(error: Exception, rank: int, debug: bool) -> NoReturn:
         if _first("lost"):
             _say(f"rank {rank}: lost a neighbour, the rank that failed is named below")
         _wait_for_launcher()
-        _record(f"lost another rank, see the other nodes: {_one_line(error)}")
-        _exit(1)
+        end(f"lost another rank, see the other nodes: {_one_line(error)}", 1)
     if _is_timeout(error):
         # Every rank that waits says for whom: the one that says nothing is the one that hangs.
-        _say(f"rank {rank}: {_one_line(error)}")
+        waited = f"waited in vain in {_place(error)}: {_one_line(error)}"
+        _say(f"rank {rank}: {waited}")
         time.sleep(2)
-        _record(_one_line(error))
-        _exit(1)
+        end(f"{waited} (a rank that does not say so hangs)", 1)
     if not _first("failed"):
         _wait_for_launcher()
         _exit(1)
@@ -79,8 +78,7 @@ def leave(error: Exception, rank: int, debug: bool) -> NoReturn:
         message = f"{type(error).__name__}: {_one_line(error)} (traceback above)"
     else:
         _say(f"rank {rank}: {message}")
-    _record(message)
-    _exit(status)
+    end(message, status)
 
 
 @contextlib.contextmanager
@@ -106,8 +104,13 @@ def waits_for_a_waiting_rank(rank: int, source: int) -> bool:
 def leave_now(message: str, rank: int) -> NoReturn:
     """End the process from another thread than the one that hangs."""
     _say(f"rank {rank}: {message}")
-    _record(message)
-    _exit(1)
+    end(message, 1)
+
+
+def end(message: str, status: int) -> NoReturn:
+    """End the process at once; torchrun's summary says why."""
+    record(message)
+    _exit(status)
 
 
 def explain(error: Exception) -> tuple[str | None, int]:
@@ -128,7 +131,17 @@ def explain(error: Exception) -> tuple[str | None, int]:
 def _raised_here(error: Exception) -> bool:
     """Whether this project raised it: torch's own ValueErrors are no message for a user."""
     frames = traceback.extract_tb(error.__traceback__)
-    name = Path(frames[-1].filename) if frames else _ROOT
+    return not frames or _is_ours(Path(frames[-1].filename))
+
+
+def _place(error: Exception) -> str:
+    """The innermost line of this project that the error came through."""
+    names = ((Path(f.filename), f) for f in traceback.extract_tb(error.__traceback__))
+    ours = [f"{n.relative_to(_ROOT)}:{f.lineno}" for n, f in names if _is_ours(n)]
+    return ours[-1] if ours else "torch"
+
+
+def _is_ours(name: Path) -> bool:
     return name.is_relative_to(_ROOT / "recipes") or name.is_relative_to(_ROOT / "striped_cp")
 
 
@@ -164,7 +177,7 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _record(message: str) -> None:
+def record(message: str) -> None:
     """Give torchrun what its summary is to say of this rank."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:

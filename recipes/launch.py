@@ -12,6 +12,7 @@ from torchtitan.tools.logging import logger
 
 from recipes.config import StripedJobConfig, load_config
 from recipes.console import init_console
+from recipes.faults import record
 
 # How long the other ranks wait for the launcher to stop them once rank 0 has said why.
 _GRACE_SECONDS = 10
@@ -38,9 +39,9 @@ def main(args: Sequence[str]) -> None:
     preemption.listen()
     try:
         _train(config)
-    except preemption.Preempted:
+    except preemption.Preempted as stop:
         torch.distributed.destroy_process_group()
-        raise
+        faults.end(stop.message, preemption.EXIT_STATUS)
     except Exception as error:
         faults.leave(error, rank, debug)
     torch.distributed.destroy_process_group()
@@ -70,6 +71,7 @@ def refuse(message: str, rank: int) -> None:
     torchrun stops the other ranks as soon as one has failed: they wait, so that it is not rank 0
     that is stopped before it could speak.
     """
+    record(message)
     if rank == 0:
         print(message, file=sys.stderr, flush=True)
     else:

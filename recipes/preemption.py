@@ -16,11 +16,12 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _requested = False
 
 
-class Preempted(SystemExit):
-    """Ends the process with EXIT_STATUS; nothing went wrong."""
+class Preempted(BaseException):
+    """Ends the process with EXIT_STATUS; nothing went wrong, so it is no Exception."""
 
-    def __init__(self) -> None:
-        super().__init__(EXIT_STATUS)
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
 
 
 def listen() -> None:

@@ -10,7 +10,7 @@ from torchtitan.tools.logging import logger
 
 from recipes.checkpoint_files import METADATA, finished_steps
 from recipes.faults import TrainingDiverged
-from recipes.preemption import EXIT_STATUS, Preempted
+from recipes.preemption import Preempted
 
 
 def check_finite(checkpointer: CheckpointManager, step: int, grad_norm: float) -> None:
@@ -50,15 +50,17 @@ def save_and_leave(checkpointer: CheckpointManager, step: int, trained: bool) ->
         Preempted: always.
     """
     if not checkpointer.enable or checkpointer.load_only:
-        logger.warning(f"Asked to leave after step {step}: nothing is saved, checkpoints are off")
-        raise Preempted
+        message = f"asked to leave after step {step}: nothing is saved, checkpoints are off"
+        logger.warning(message)
+        raise Preempted(message)
     if trained and not checkpointer._should_save(step):
         begin_overwriting(checkpointer, step)
         checkpointer.interval = 1
         checkpointer.save(step)
     checkpointer._async_wait()
-    logger.info(
-        f"Asked to leave: step {step} is saved in {checkpointer.folder}, the same command goes on "
-        f"from there; exit status {EXIT_STATUS}"
+    message = (
+        f"asked to leave: step {step} is saved in {checkpointer.folder}, the same command goes on "
+        "from there"
     )
-    raise Preempted
+    logger.info(message)
+    raise Preempted(message)

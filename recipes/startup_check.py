@@ -17,6 +17,7 @@ from torchtitan.tools.logging import logger
 
 from recipes import faults
 from recipes.host_checks import kernel_of, uses_ring
+from recipes.planner.log import plan_of_run
 from recipes.planner.plan import Plan
 from striped_cp.ring import ProcessGroupRing
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 # 256 KiB: on every kind of link latency and bandwidth both count.
 _NUMBERS = 1 << 16
-_REPEATS = 5
+_REPEATS = 20
 # A link is slow if there and back takes more than this many times the median of all links, and
 # more than the seconds below: NVLink, InfiniBand and a sound Ethernet stay under them.
 SLOW_RATIO = 4.0
@@ -56,6 +57,7 @@ def run_startup_check(
         Stop: on every rank, naming the links that deliver wrong data.
     """
     logger.info(versions(config, parallel_dims))
+    _compare_with_plan(config, parallel_dims.world_size)
     mesh = parallel_dims.get_optional_mesh("cp")
     if mesh is None:
         return
@@ -89,7 +91,7 @@ def check_ring(group: dist.ProcessGroup, device: torch.device, patience: float) 
         The links of all rings of the job, on every rank.
     """
     ring = ProcessGroupRing(group)
-    members = dist.get_process_group_ranks(group)
+    members = ring.members()
     with _patience(members, ring.rank, patience):
         broken = not _pass_pattern(ring, device)
         seconds = _time_links(group, device)
@@ -131,6 +133,16 @@ def slow_links(links: list[Link]) -> tuple[list[Link], float]:
     median = sorted(link.seconds for link in links)[(len(links) - 1) // 2]
     limit = max(SLOW_RATIO * median, SLOW_SECONDS)
     return [link for link in links if link.seconds > limit], median
+
+
+def _compare_with_plan(config: "StripedJobConfig", world_size: int) -> None:
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    with contextlib.suppress(ValueError):  # the planner knows no such device or run
+        warning = timeout_warning(
+            plan_of_run(config, world_size, name), config.comm.train_timeout_seconds
+        )
+        if warning:
+            logger.warning(warning)
 
 
 def timeout_warning(plan: Plan, train_timeout_seconds: int) -> str | None:
