@@ -6,6 +6,7 @@ for any degree; gradients of a pipeline are divided by the token count like all 
 without any label changes nothing.
 """
 
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -95,7 +96,14 @@ class StripedTrainer(Trainer):
         with self.metrics_processor.measure_step(self.step):
             self._train_step(data_iterator)
         if self.gate is not None and self.gate.due(self.step):
-            self.gate.run(self.step)
+            self._evaluate(self.gate)
+
+    def _evaluate(self, gate: EvaluationGate) -> None:
+        """Measure the model; training is charged neither the time nor the memory of it."""
+        start = time.perf_counter()
+        gate.run(self.step)
+        self.metrics_processor.interval.began += time.perf_counter() - start
+        self.metrics_processor.device_memory_monitor.reset_peak_stats()
 
     def _train_step(
         self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]

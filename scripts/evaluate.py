@@ -56,6 +56,7 @@ def arguments(argv: list[str]) -> list[str]:
         *("--checkpoint.enable", "--checkpoint.load_only", "--checkpoint.no-last_save_in_hf"),
         *("--checkpoint.exclude_from_loading", "optimizer,lr_scheduler,dataloader,train_state"),
         *("--evaluation.enable", "--validation.no-enable", "--profiling.no-enable_profiling"),
+        *("--metrics.no-enable_tensorboard", "--metrics.no-enable_wandb"),
         *initial,
     ]
 

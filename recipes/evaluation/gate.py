@@ -28,8 +28,7 @@ class EvaluationGate:
         self.config = config
         self.evaluator = Evaluator(config, tokenizer, parallel_dims, model)
         self.folder = Path(config.job.dump_folder, "evaluation")
-        logs = config.metrics.enable_tensorboard and dist.get_rank() == 0
-        self.writer = SummaryWriter(str(self.folder)) if logs else None
+        self.writer = SummaryWriter(str(self.folder)) if dist.get_rank() == 0 else None
 
     def due(self, step: int) -> bool:
         """Every `freq` steps, and at the end."""
@@ -39,7 +38,7 @@ class EvaluationGate:
         """Measure, write and log; the result is on every rank."""
         start = time.perf_counter()
         result = self.evaluator.run()
-        if dist.get_rank() == 0:
+        if self.writer is not None:
             files = report.write(result, self.folder, step, self.writer)
             names = ", ".join(str(file) for file in files)
             logger.info(

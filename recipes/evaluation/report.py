@@ -13,9 +13,7 @@ from torch.utils.tensorboard import SummaryWriter
 matplotlib.use("Agg")  # no display
 
 
-def write(
-    result: dict[str, Any], folder: Path, step: int, writer: SummaryWriter | None
-) -> list[Path]:
+def write(result: dict[str, Any], folder: Path, step: int, writer: SummaryWriter) -> list[Path]:
     """Write step-N.json and, where there is a heat-map, step-N.png; log both to TensorBoard.
 
     Returns:
@@ -28,12 +26,11 @@ def write(
     if figure is not None:
         written.append(folder / f"step-{step}.png")
         figure.savefig(written[1], dpi=120)
-    if writer is not None:
-        for name, value in scalars(result):
-            writer.add_scalar(name, value, step)
-        if figure is not None:
-            writer.add_figure("evaluation/accuracy", figure, step)
-        writer.flush()
+    for name, value in scalars(result):
+        writer.add_scalar(name, value, step)
+    if figure is not None:
+        writer.add_figure("evaluation/accuracy", figure, step)
+    writer.flush()
     return written
 
 

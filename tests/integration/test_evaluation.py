@@ -110,6 +110,20 @@ def test_without_weights_there_is_nothing_to_measure(tmp_path: Path) -> None:
     assert "no checkpoint; train first, or load weights with" in done.stderr.splitlines()[-1]
 
 
+def test_training_measures_every_so_many_steps(tmp_path: Path) -> None:
+    settings = ("--evaluation.enable", "--evaluation.freq", "2", "--evaluation.tasks", "copy")
+    run = train(2, tmp_path, *TINY, *SMALL, *settings, "--training.steps", "3")
+    accuracy = run.scalars["evaluation/copy/accuracy/330"]
+    assert sorted(accuracy) == [2, 3]  # and the last one
+    assert sorted(run.scalars["loss_metrics/global_avg_loss"]) == [1, 2, 3]
+    assert len(re.findall(r"evaluation of step \d in ", run.output)) == 2
+    assert len(list((tmp_path / "evaluation").glob("step-*.json"))) == 2
+    # An evaluation is no part of a step's time.
+    seconds = run.scalars["time_metrics/end_to_end(s)"]
+    (taken,) = re.findall(r"evaluation of step 2 in ([\d.]+) s", run.output)
+    assert seconds[3] < float(taken)
+
+
 def copy_documents(path: Path, seq_len: int, count: int) -> None:
     """Documents of words and the same words again, as long as a sequence or a little less."""
     encode = Encoder(HuggingFaceTokenizer("assets/tokenizer"))

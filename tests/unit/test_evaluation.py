@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch.utils.tensorboard import SummaryWriter
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 from recipes.config import load_config
@@ -180,7 +181,8 @@ def test_heat_map_has_a_panel_for_every_task_with_depths(tmp_path: Path) -> None
     figure = report.draw(result)
     assert figure is not None
     assert [axes.get_title() for axes in figure.axes] == ["needle", ""]  # and the colour bar
-    files = report.write(result, tmp_path, step=7, writer=None)
+    with SummaryWriter(str(tmp_path)) as writer:
+        files = report.write(result, tmp_path, step=7, writer=writer)
     assert [file.name for file in files] == ["step-7.json", "step-7.png"]
     assert all(file.stat().st_size > 100 for file in files)
     assert report.draw({**result, "tasks": {"copy": flat}}) is None
