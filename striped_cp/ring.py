@@ -19,6 +19,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -258,7 +259,17 @@ class ProcessGroupRing(Ring):
         # group_peer: ranks of this group, which need not be contiguous in the world.
         ops = [dist.P2POp(dist.isend, x, group=self.group, group_peer=to) for x in send]
         ops += [dist.P2POp(dist.irecv, x, group=self.group, group_peer=source) for x in receive]
-        return _Works(dist.batch_isend_irecv(ops), self)
+        return _Hop(dist.batch_isend_irecv(ops), self)
+
+    def gloo_limit(self) -> timedelta | None:
+        """The present time limit of the group, if it is gloo's.
+
+        Gloo's sends and receives keep the limit that their group was made with (torch 2.13). With
+        NCCL a limit would make the host wait for the device; its watchdog knows the present one.
+        """
+        if dist.get_backend(self.group) != "gloo":
+            return None
+        return self.group._get_backend(torch.device("cpu")).options._timeout
 
     def members(self) -> list[int]:
         """Ranks of the job, in the order of the ring."""
@@ -275,21 +286,34 @@ class ProcessGroupRing(Ring):
 
 
 class _Works:
-    def __init__(self, works: list[Any], hop_of: ProcessGroupRing | None = None) -> None:
+    def __init__(self, works: list[Any]) -> None:
         self.works = works
-        self.hop_of = hop_of
 
     def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+class _Hop(_Works):
+    """A hop whose errors name the neighbours."""
+
+    def __init__(self, works: list[Any], ring: ProcessGroupRing) -> None:
+        super().__init__(works)
+        self.ring = ring
+
+    def wait(self) -> None:
+        limit = self.ring.gloo_limit()
         try:
             for work in self.works:
-                work.wait()
+                if limit is None:
+                    work.wait()
+                else:
+                    work.wait(limit)
         except RuntimeError as error:
-            if self.hop_of is None:
-                raise
-            ring, members = self.hop_of, self.hop_of.members()
-            before, after = members[ring.rank - 1], members[(ring.rank + 1) % ring.world_size]
+            rank, size, members = self.ring.rank, self.ring.world_size, self.ring.members()
+            before, after = members[rank - 1], members[(rank + 1) % size]
             raise RuntimeError(
-                f"ring: rank {members[ring.rank]} waited for keys from rank {before} and for rank "
+                f"ring: rank {members[rank]} waited for keys from rank {before} and for rank "
                 f"{after} to take its own: {error}"
             ) from error
 
