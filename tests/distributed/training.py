@@ -67,7 +67,7 @@ class Result:
             log.
         gradient_errors: per parameter of this rank, |g - reference| / |reference| of step 1.
         changed: whether any parameter differs from its value before the training.
-        finite: whether all parameters and gradients are.
+        finite: whether all parameters are.
         recompiled: graphs that torch.compile made after step 2.
     """
 
@@ -151,24 +151,24 @@ def train(job: Job) -> Result:
     trainer = make_trainer(job)
     result = Result()
     _record_scalars(trainer, result)
-    before = [p.detach().clone() for p in _parameters(trainer)]
+    before = [weight.clone() for weight in _weights(trainer)]
     hook = trainer.optimizers.register_step_pre_hook
     hook(lambda *_: _first_step(trainer, job, result) if trainer.step == 1 else None)
     graphs = _count_graphs_after_step_2(trainer)
     with mock.patch("time.sleep"):
         trainer.train()
     trainer.close()
-    after = _parameters(trainer)
+    after = _weights(trainer)
     result.changed = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    result.finite = all(
-        torch.isfinite(t).all() for p in after for t in (p, p.grad) if t is not None
-    )
+    result.finite = all(torch.isfinite(weight).all() for weight in after)
     result.recompiled = graphs()
     return result
 
 
-def _parameters(trainer: StripedTrainer) -> list[torch.Tensor]:
-    return [p for part in trainer.model_parts for p in part.parameters()]
+def _weights(trainer: StripedTrainer) -> list[torch.Tensor]:
+    """This rank's parts of the weights; FSDP puts them back in place for a state_dict."""
+    tensors = [t for part in trainer.model_parts for t in part.state_dict().values()]
+    return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
 
 
 def _record_scalars(trainer: StripedTrainer, result: Result) -> None:
