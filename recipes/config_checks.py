@@ -8,10 +8,11 @@ import math
 import os
 from typing import TYPE_CHECKING
 
+from recipes.combination_checks import check_combinations, check_combinations_at_launch
 from recipes.config_types import InvalidSetting, toml
 from recipes.host_checks import check_host
 from recipes.memory_checks import check_host_memory, check_memory
-from recipes.value_checks import check_values, get
+from recipes.value_checks import check_values
 from striped_cp.layout import Contiguous, HeadTail, Layout, Striped
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def check_config(config: "StripedJobConfig") -> None:
     _check_activation_checkpoint(config)
     _check_rope(config)
     _check_sequence(config)
-    _check_pipeline(config)
+    check_combinations(config)
     _check_tools(config)
     check_memory(config)
 
@@ -101,24 +102,6 @@ def _check_divides(config: "StripedJobConfig", key: str, seq_len: int) -> None:
     raise InvalidSetting(key, seq_len, f"not divisible by {' times '.join(degrees)}", allowed)
 
 
-def _check_pipeline(config: "StripedJobConfig") -> None:
-    if config.parallelism.pipeline_parallel_degree == 1:
-        return
-    key = "parallelism.pipeline_parallel_microbatch_size"
-    microbatch, batch = get(config, key), config.training.local_batch_size
-    if batch % microbatch:
-        allowed = f"divisors of training.local_batch_size = {batch}"
-        raise InvalidSetting(key, microbatch, "does not divide the batch", allowed)
-    if not config.validation.enable:
-        return
-    # The stages allocate their receive buffers once, for the shapes of training.
-    for name in ("seq_len", "local_batch_size"):
-        value, training = getattr(config.validation, name), getattr(config.training, name)
-        if value not in (-1, training):
-            why = f"pipeline stages take only training.{name}"
-            raise InvalidSetting(f"validation.{name}", value, why, f"{training} or -1")
-
-
 def _check_tools(config: "StripedJobConfig") -> None:
     profiling = config.profiling
     cycle = profiling.profiler_warmup + profiling.profiler_active
@@ -147,6 +130,8 @@ def check_launch(config: "StripedJobConfig", world_size: int) -> None:
         _check_files(config)
         _check_weights(config)  # may take the RoPE settings from the weights
         _check_model(config)
+        replicate = config.parallelism.data_parallel_replicate_degree
+        check_combinations_at_launch(config, data_parallel // replicate)
         _check_checkpoint(config)
         _check_data(config, data_parallel)
         _check_evaluation(config)

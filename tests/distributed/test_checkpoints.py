@@ -1,0 +1,105 @@
+"""Training goes on from a checkpoint at another layout of the ranks as if never stopped."""
+
+import os
+import shutil
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from torch.distributed.checkpoint import FileSystemWriter
+
+from tests.distributed.launch import run_ranks
+from tests.distributed.training import Job, train
+
+CP = "--parallelism.context_parallel_degree"
+TP = "--parallelism.tensor_parallel_degree"
+PP = "--parallelism.pipeline_parallel_degree"
+SAVING = (
+    *("--checkpoint.enable", "--checkpoint.interval", "2", "--validation.no-enable"),
+    "--checkpoint.no-last-save-model-only",
+)
+COMPILE = ("--compile.enable", "--compile.components", "model", "--compile.backend", "aot_eager")
+STEP = 2
+slow = pytest.mark.slow
+# name: (ranks, settings)
+LAYOUTS = {
+    "cp1": (1, ()),
+    "cp4": (4, (CP, "4")),
+    "tp2": (2, (TP, "2")),
+    "pp2": (2, (PP, "2")),
+    "cp2 tp2": (4, (CP, "2", TP, "2")),
+    "cp2 pp2": (4, (CP, "2", PP, "2")),
+    "cp2, checkpointed and compiled": (
+        2,
+        (CP, "2", "--activation_checkpoint.mode", "full", *COMPILE),
+    ),
+}
+IN_DEFAULT_RUN = ("cp1", "cp4", "cp2 tp2", "cp2 pp2")
+
+
+def run(ranks: int, folder: Path, *settings: str) -> dict[int, float]:
+    """Train up to step 5; displayed losses of the steps that this run made."""
+    results = run_ranks(ranks, train, Job(str(folder), (*SAVING, *settings)), timeout=200)
+    (shown,) = [result for result in results if result.scalars]
+    return shown.scalars["loss_metrics/global_avg_loss"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, float]]:
+    """A run at cp 2 that saves while it trains, and its losses."""
+    folder = tmp_path_factory.mktemp("saved")
+    losses = run(2, folder, CP, "2", "--checkpoint.async_mode", "async")
+    assert sorted(losses) == [1, 2, 3, 4, 5]
+    return folder, losses
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in IN_DEFAULT_RUN else slow) for n in LAYOUTS]
+)
+def test_resume_at_another_layout(name: str, saved, tmp_path: Path) -> None:
+    folder, losses = saved
+    source = f"checkpoint/step-{STEP}"
+    shutil.copytree(folder / source, tmp_path / source)
+    ranks, settings = LAYOUTS[name]
+    resumed = run(ranks, tmp_path, *settings)
+    assert sorted(resumed) == [3, 4, 5]
+    for step, loss in resumed.items():
+        assert loss == pytest.approx(losses[step], rel=1e-4)
+
+
+@slow
+@pytest.mark.parametrize("layout", [(TP, "2"), (PP, "2")])
+def test_resume_from_another_layout(layout: tuple[str, ...], saved, tmp_path: Path) -> None:
+    _, losses = saved
+    run(2, tmp_path, *layout)
+    for step in (4, 5):
+        shutil.rmtree(tmp_path / f"checkpoint/step-{step}")
+    resumed = run(2, tmp_path, CP, "2")
+    assert sorted(resumed) == [3, 4, 5]
+    for step, loss in resumed.items():
+        assert loss == pytest.approx(losses[step], rel=1e-4)
+
+
+def train_and_die_while_saving(job: Job) -> None:
+    """Rank 0 is gone after the data of step 4 are written, before it declares them whole."""
+
+    def die(self: FileSystemWriter, *_) -> None:
+        if self.path.name == "step-4":
+            os._exit(9)
+        finish(self, *_)
+
+    finish = FileSystemWriter.finish
+    with mock.patch.object(FileSystemWriter, "finish", die):
+        train(job)
+
+
+def test_killed_while_saving(saved, tmp_path: Path) -> None:
+    _, losses = saved
+    job = Job(str(tmp_path), (*SAVING, CP, "2"))
+    with pytest.raises(AssertionError):
+        run_ranks(2, train_and_die_while_saving, job)
+    assert sorted(p.name for p in (tmp_path / "checkpoint").iterdir()) == ["step-2", "step-4"]
+    resumed = run(2, tmp_path, CP, "2")
+    assert sorted(resumed) == [3, 4, 5]
+    for step, loss in resumed.items():
+        assert loss == pytest.approx(losses[step], rel=1e-4)
