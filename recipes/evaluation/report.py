@@ -97,7 +97,8 @@ def draw(result: dict[str, Any]) -> Figure | None:
         values = np.array([[accuracy[d, n] for n in lengths] for d in depths])
         image = panel.imshow(values, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
         for (row, column), value in np.ndenumerate(values):
-            panel.text(column, row, f"{value:.2f}", ha="center", va="center")
+            color = "white" if abs(value - 0.5) > 0.4 else "black"
+            panel.text(column, row, f"{value:.2f}", ha="center", va="center", color=color)
         panel.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths], rotation=30)
         panel.set_yticks(range(len(depths)), [f"{d:.0%}" for d in depths])
         panel.set(title=task, xlabel="length (tokens)", ylabel="depth of the needle")

@@ -89,7 +89,6 @@ def test_wrong_rope_settings_are_seen(tmp_path: Path) -> None:
     [
         # More ranks than key heads: the reordering of the rows crosses the shards.
         (6, {"context": 3, "data_shard": 2}),
-        (8, {"context": 8}),
         (4, {"context": 2, "tensor": 2}),
     ],
 )
