@@ -28,23 +28,26 @@ def main(argv: list[str]) -> None:
     # After the arguments: these imports take seconds.
     from recipes.config import load_config
     from recipes.console import init_console
+    from recipes.evaluation.checks import check_has_weights
     from recipes.launch import refuse
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
         config = load_config(arguments(argv), world_size)
+        check_has_weights(config)
     except ValueError as error:
         refuse(str(error), rank)
     init_console(config, rank, world_size)
 
     import torch.distributed as dist
 
+    from recipes import faults
     from recipes.evaluation.run import evaluate
 
     try:
         evaluate(config)
-    except ValueError as error:
-        refuse(str(error), rank)
+    except Exception as error:
+        faults.leave(error, rank, "--debug" in argv)
     dist.destroy_process_group()
 
 
@@ -52,7 +55,7 @@ def arguments(argv: list[str]) -> list[str]:
     """The user's, and what makes a run of them that only loads and measures."""
     initial = ["--checkpoint.folder", _NO_CHECKPOINTS] if "--initial" in argv else []
     return [
-        *(arg for arg in argv if arg != "--initial"),
+        *(arg for arg in argv if arg not in ("--initial", "--debug")),
         *("--checkpoint.enable", "--checkpoint.load_only", "--checkpoint.no-last_save_in_hf"),
         *("--checkpoint.exclude_from_loading", "optimizer,lr_scheduler,dataloader,train_state"),
         *("--evaluation.enable", "--validation.no-enable", "--profiling.no-enable_profiling"),

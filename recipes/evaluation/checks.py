@@ -1,7 +1,10 @@
 """Startup checks of the `[evaluation]` section."""
 
+from pathlib import Path
+
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
+from recipes.checkpoint_files import checkpoint_to_load
 from recipes.config import StripedJobConfig
 from recipes.config_types import InvalidSetting, choices
 from recipes.data.dataset import build_source
@@ -10,6 +13,7 @@ from recipes.evaluation.haystack import Encoder, Haystack
 from recipes.evaluation.tasks import TASKS
 from recipes.llama3.args import FLAVORS
 from recipes.llama3.rope import longest_sequence
+from recipes.weights.checks import loads_hf
 
 
 def check_evaluation(config: StripedJobConfig) -> None:
@@ -31,6 +35,20 @@ def check_evaluation(config: StripedJobConfig) -> None:
     encode = Encoder(tokenizer)
     hay = Haystack(encode, build_source(config, "evaluation", tokenizer), count=1)
     make_samples(config, encode, hay)
+
+
+def check_has_weights(config: StripedJobConfig) -> None:
+    """For an evaluation by itself: there must be something to measure.
+
+    Raises:
+        ValueError: the run has no checkpoint, and nothing that it starts from.
+    """
+    if checkpoint_to_load(config) is None and not loads_hf(config):
+        folder = Path(config.job.dump_folder, config.checkpoint.folder)
+        raise ValueError(
+            f"{folder}: no checkpoint; train first, or load weights with "
+            "--checkpoint.initial_load_in_hf or --checkpoint.initial_load_path"
+        )
 
 
 def _check_values(config: StripedJobConfig) -> None:

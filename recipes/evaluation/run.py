@@ -8,20 +8,12 @@ from recipes.trainer import StripedTrainer
 
 
 def evaluate(config: StripedJobConfig) -> None:
-    """Load and measure; prints a table on the rank that logs, writes files on rank 0.
-
-    Raises:
-        ValueError: the run has no checkpoint and nothing it starts from.
-    """
+    """Load and measure; prints a table on the rank that logs, writes files on rank 0."""
     train_spec.register()
     trainer = StripedTrainer(config)
     try:
-        if not trainer.checkpointer.load(step=config.checkpoint.load_step):
-            folder = Path(config.job.dump_folder, config.checkpoint.folder)
-            raise ValueError(
-                f"{folder}: no checkpoint; train first, or load weights with "
-                "--checkpoint.initial_load_in_hf or --checkpoint.initial_load_path"
-            )
+        loaded = trainer.checkpointer.load(step=config.checkpoint.load_step)
+        assert loaded
         assert trainer.gate is not None
         trainer.gate.run(loaded_step(config))
     finally:

@@ -1,11 +1,11 @@
 """Startup checks of Hugging Face weights and of the tokenizer: before any process group exists."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
+from recipes.checkpoint_files import under_way
 from recipes.config import StripedJobConfig
 from recipes.config_types import InvalidSetting
 from recipes.llama3.args import FLAVORS
@@ -36,7 +36,7 @@ def check_weights(config: StripedJobConfig) -> None:
     """
     _check_settings(config)
     takes = config.rope.on_mismatch == "take"
-    loads = _loads_hf(config)
+    loads = loads_hf(config)
     if takes or loads:
         _check_rope(config)
     if loads:
@@ -56,11 +56,10 @@ def take_rope(config: StripedJobConfig) -> None:
         _check_rope(config)
 
 
-def _loads_hf(config: StripedJobConfig) -> bool:
+def loads_hf(config: StripedJobConfig) -> bool:
     """Whether this run starts from Hugging Face weights: not when it goes on from its own."""
     checkpoint = config.checkpoint
-    own = os.path.join(config.job.dump_folder, checkpoint.folder)
-    return checkpoint.enable and checkpoint.initial_load_in_hf and not os.path.exists(own)
+    return checkpoint.enable and checkpoint.initial_load_in_hf and not under_way(config)
 
 
 def _check_settings(config: StripedJobConfig) -> None:
