@@ -27,17 +27,40 @@ BATCH = ("--training.local_batch_size", "1", "--lr_scheduler.warmup_steps", "1")
 LONG = ("--training.seq_len", "8192", *BATCH, "--metrics.log_freq", "1")
 
 
+# Stands in for the package: writes down what it is given.
+WANDB = """
+import json, pathlib
+run = None
+def init(dir, **settings):
+    global run
+    run = (pathlib.Path(dir) / "wandb.jsonl").open("w")
+def log(metrics, step):
+    run.write(json.dumps({"step": step, "metrics": metrics}) + "\\n")
+def finish():
+    run.close()
+"""
+
+
 @pytest.fixture(scope="module")
 def uneven(tmp_path_factory: pytest.TempPathFactory, common: tuple[str, ...]) -> Run:
-    """5 steps of 2 batches, logged at 1, 3 and 5, with validation in between; no ring measured."""
-    return train(
-        2,
-        tmp_path_factory.mktemp("uneven"),
-        *common,
-        *("--training.steps", "5", "--metrics.log_freq", "3", "--metrics.no_ring"),
-        *("--training.global_batch_size", "4", "--memory.loss_chunk_tokens", "0"),
-        *("--validation.enable", "--validation.freq", "2", "--validation.steps", "1"),
-    )
+    """5 steps of 2 batches, logged at 1, 3 and 5, with validation in between; no ring measured.
+
+    The last step is profiled, and Weights & Biases is told.
+    """
+    modules = tmp_path_factory.mktemp("modules")
+    (modules / "wandb.py").write_text(WANDB)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(modules))
+        return train(
+            2,
+            tmp_path_factory.mktemp("uneven"),
+            *common,
+            *("--training.steps", "5", "--metrics.log_freq", "3", "--metrics.no_ring"),
+            *("--training.global_batch_size", "4", "--memory.loss_chunk_tokens", "0"),
+            *("--validation.enable", "--validation.freq", "2", "--validation.steps", "1"),
+            *("--profiling.enable_profiling", "--profiling.profile_freq", "5"),
+            "--metrics.enable_wandb",
+        )
 
 
 @pytest.fixture(scope="module")
@@ -239,6 +262,30 @@ def test_tensorboard_groups_the_charts(by_degree: dict[int, Run]) -> None:
             assert any(
                 re.match(pattern, tag) for pattern in chart.multiline.tag for tag in drawable
             ), chart.title
+
+
+def test_weights_and_biases_gets_the_same(uneven: Run) -> None:
+    (events,) = uneven.event_files
+    lines = [json.loads(line) for line in (events.parent / "wandb.jsonl").open()]
+    told: dict[str, dict[int, float]] = {}
+    for line in lines:
+        for tag, value in line["metrics"].items():
+            told.setdefault(tag, {})[line["step"]] = value
+    charts = {tag for tag in uneven.scalars if tag.startswith("charts/")}
+    assert told.keys() == uneven.scalars.keys() - charts
+    for tag, values in told.items():
+        assert values == pytest.approx(uneven.scalars[tag], rel=1e-5)
+
+
+def test_the_profiler_shows_the_ring_of_every_rank(uneven: Run) -> None:
+    (events,) = uneven.event_files
+    traces = events.parents[2] / "profile_traces" / "iteration_5"
+    for rank in (0, 1):
+        trace = json.loads((traces / f"rank{rank}_trace.json").read_text())
+        names = [event["name"] for event in trace["traceEvents"]]
+        # 4 layers, 2 batches.
+        assert names.count("striped_cp::ring_attention") == 8
+        assert names.count("striped_cp::ring_attention_backward") == 8
 
 
 def test_every_metric_is_documented(by_degree: dict[int, Run], uneven: Run) -> None:
