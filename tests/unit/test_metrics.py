@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torchtitan.tools.logging import logger
 
 from recipes.llama3.args import FLAVORS
 from recipes.loss import LossHead, build_loss, collect_token_losses
+from recipes.metrics import ring_clock
 from recipes.metrics.charts import custom_scalars, twins
 from recipes.metrics.flops import Flops, visible_pairs
 from recipes.metrics.interval import Interval
@@ -143,6 +145,31 @@ def test_host_clock_tells_computing_from_waiting():
     assert seconds["attention"] > 0.005
     assert seconds["wait"] >= 0.05
     assert clock.sent_bytes == 15
+
+
+def test_device_clock_reads_events_when_the_step_is_over(monkeypatch):
+    now = iter(range(0, 1000, 10))
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.ms = next(now)
+
+        def elapsed_time(self, end):
+            assert synchronized
+            return end.ms - self.ms
+
+    synchronized = []
+    device = SimpleNamespace(Event=Event, synchronize=lambda: synchronized.append(True))
+    monkeypatch.setattr(ring_clock, "device_module", device)
+    clock = ring_clock.DeviceRingClock()
+    for span in ("attention", "wait", "attention"):
+        clock.start(span)
+        clock.stop(span)
+    assert synchronized == []
+    assert clock.seconds() == {"attention": 0.02, "wait": 0.01}
 
 
 def test_charts_name_tags_as_tensorboard_reads_and_draws_them():
