@@ -12,7 +12,7 @@ from recipes.weights.adapter import StateDictAdapter
 from striped_cp import unshard_sequence
 from tests.distributed.launch import run_ranks
 from tests.distributed.model_step import Step
-from tests.hf_models import ROPE, make_model, save_model
+from tests.hf_models import ROPE, load_model, make_model, save_model
 
 SEQ_LEN = 96
 TOLERANCE = 1e-4
@@ -49,9 +49,9 @@ def errors(folder: str, *settings: str) -> tuple[float, float]:
 
 
 @torch.no_grad()
-def save_expected(folder: Path, rope: str, tied: bool) -> None:
-    model = make_model(rope, tied=tied)
-    save_model(folder, model)
+def save_expected(folder: Path, rope: str, tied: bool, dtype: torch.dtype = torch.float32) -> None:
+    save_model(folder, make_model(rope, tied=tied).to(dtype))
+    model = load_model(folder)
     tokens = torch.randint(0, 2048, (2, SEQ_LEN), generator=torch.Generator().manual_seed(1))
     labels = torch.cat([tokens[:, 1:], torch.full((2, 1), -100)], dim=1)
     logits = model(tokens).logits
@@ -74,6 +74,13 @@ def test_logits_and_loss_are_those_of_transformers(tmp_path: Path, rope: str, ti
         for logits, loss in run_ranks(degree, errors, str(tmp_path), *settings):
             assert logits < TOLERANCE, degree
             assert loss < TOLERANCE, degree
+
+
+def test_half_precision_files_load_into_float32_weights(tmp_path: Path) -> None:
+    save_expected(tmp_path, "llama3", tied=True, dtype=torch.bfloat16)
+    settings = (*ROPE["llama3"][1], "--parallelism.context_parallel_degree", "2")
+    for logits, _ in run_ranks(2, errors, str(tmp_path), *settings):
+        assert logits < TOLERANCE
 
 
 def test_wrong_rope_settings_are_seen(tmp_path: Path) -> None:
