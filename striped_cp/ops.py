@@ -32,13 +32,23 @@ _rings: WeakKeyDictionary[dist.ProcessGroup, Ring] = WeakKeyDictionary()
 
 
 def _ring(group_name: str) -> Ring:
-    """The ring of a process group, made once so that its receive buffers are reused."""
+    """The ring of a process group's ranks, made once so that its receive buffers are reused.
+
+    It talks over a group of its own: others may run collectives on the mesh's, as FSDP does where
+    the ring takes all ranks, and a hop must not queue behind them.
+    """
     if not group_name:
         return SingleRing()
     group = _resolve_process_group(dist.GroupName(group_name))
     ring = _rings.get(group)
     if ring is None:
-        ring = _rings[group] = ProcessGroupRing(group)
+        own = dist.new_group(
+            dist.get_process_group_ranks(group),
+            backend=dist.get_backend_config(group),
+            use_local_synchronization=True,  # only the ring's ranks are here
+            group_desc="striped_cp_ring",
+        )
+        ring = _rings[group] = ProcessGroupRing(own)
     return ring
 
 
