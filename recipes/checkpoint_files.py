@@ -57,7 +57,7 @@ def checkpoint_to_load(config: "StripedJobConfig") -> ToLoad | None:
     if not checkpoint.enable:
         return None
     folder = Path(config.job.dump_folder, checkpoint.folder)
-    if not folder.exists():
+    if not under_way(config):
         path = checkpoint.initial_load_path
         if not path or checkpoint.initial_load_in_hf:
             return None
@@ -71,6 +71,16 @@ def checkpoint_to_load(config: "StripedJobConfig") -> ToLoad | None:
         why = f"no finished checkpoint {folder / f'step-{step}'}"
         raise InvalidSetting("checkpoint.load_step", step, why, allowed)
     return None if step == -1 else ToLoad(folder / f"step-{step}", step == 0)
+
+
+def under_way(config: "StripedJobConfig") -> bool:
+    """Whether the run goes on from a checkpoint of its own.
+
+    A folder without a finished one is what is left of a run that died in its first save.
+    """
+    folder = Path(config.job.dump_folder, config.checkpoint.folder)
+    exported = any(folder.glob("*/model.safetensors.index.json"))
+    return exported or bool(finished_steps(folder)) or config.checkpoint.load_step != -1
 
 
 def finished_steps(folder: Path) -> set[int]:
@@ -88,8 +98,7 @@ def check_checkpoint_files(config: "StripedJobConfig") -> None:
     found = checkpoint_to_load(config)
     if found is None:
         return
-    metadata = read_metadata(found.folder)
-    _check_data_files(found.folder, metadata)
+    metadata = read_whole(found.folder)
     _check_shapes(found.folder, metadata, config)
     goes_on = not found.weights_only and "train_state" not in config.checkpoint.exclude_from_loading
     if goes_on and "train_state.step" not in metadata.state_dict_metadata:
@@ -137,7 +146,13 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _check_data_files(folder: Path, metadata: Metadata) -> None:
+def read_whole(folder: Path) -> Metadata:
+    """`.metadata` of a checkpoint whose data files are all there.
+
+    Raises:
+        ValueError: as `read_metadata`, or a data file is missing or cut off.
+    """
+    metadata = read_metadata(folder)
     ends: dict[str, int] = {}
     for part in metadata.storage_data.values():
         name = str(part.relative_path)
@@ -150,6 +165,7 @@ def _check_data_files(folder: Path, metadata: Metadata) -> None:
         if size < end:
             what = f"has {size} bytes of {end}" if size >= 0 else "is missing"
             raise ValueError(f"{path}: {what}; copy the checkpoint anew or remove {folder}")
+    return metadata
 
 
 def _check_shapes(folder: Path, metadata: Metadata, config: "StripedJobConfig") -> None:

@@ -1,16 +1,36 @@
 """When torchtitan's checkpointer (0.2.2) saves: what must hold before, and saving on request."""
 
 import math
+import shutil
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import device_module
 
 from recipes.checkpoint_files import METADATA, finished_steps
 from recipes.faults import TrainingDiverged
 from recipes.preemption import Preempted
+
+
+def forget_unfinished_start(checkpointer: CheckpointManager) -> None:
+    """Remove what a run left that died in its first save; a collective of all ranks.
+
+    torchtitan takes any checkpoint folder for a run under way: it would start from random weights
+    instead of checkpoint.initial_load_path or Hugging Face's.
+    """
+    if not checkpointer.enable:
+        return
+    folder = Path(checkpointer.folder)
+    if torch.distributed.get_rank() == 0 and folder.is_dir():
+        unfinished = checkpointer._find_load_step() == -1
+        for step in folder.glob("step-*") if unfinished else ():
+            shutil.rmtree(step)
+        if not any(folder.iterdir()):
+            folder.rmdir()
+    torch.distributed.barrier(device_ids=[device_module.current_device()])
 
 
 def check_finite(checkpointer: CheckpointManager, step: int, grad_norm: float) -> None:

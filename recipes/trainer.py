@@ -74,6 +74,7 @@ class StripedTrainer(Trainer):
         return more
 
     def train(self) -> None:
+        saving.forget_unfinished_start(self.checkpointer)
         super().train()
         checkpoint = self.job_config.checkpoint
         if checkpoint.enable and checkpoint.last_save_in_hf:

@@ -35,15 +35,24 @@ def check_weights(config: StripedJobConfig) -> None:
         ValueError: one line that names the key or file and what is wrong.
     """
     _check_settings(config)
-    takes = config.rope.on_mismatch == "take"
     loads = loads_hf(config)
-    if takes or loads:
-        _check_rope(config)
     if loads:
+        check_config_json(config)
         folder = weights_folder(config)
-        _check_model(config, folder)
         check_folder(folder, {n: tuple(s) for n, s in hf_shapes(_flavor(config)).items()})
+    else:
+        take_rope(config)  # a run that goes on needs them too
     _check_tokenizer(config, loads)
+
+
+def check_config_json(config: StripedJobConfig) -> None:
+    """Check the flavor and `[rope]` against config.json of the weights.
+
+    Raises:
+        ValueError: one line that names the key and what the file says.
+    """
+    _check_model(config, weights_folder(config))
+    _check_rope(config)
 
 
 def take_rope(config: StripedJobConfig) -> None:
