@@ -26,6 +26,7 @@ from recipes.llama3.rope import attention_temperature, inverse_frequencies
 from recipes.planner.hardware import GPUS
 from recipes.planner.memory import plan_memory
 from recipes.planner.settings import run_from_config
+from recipes.weights import checks
 from tests.unit.test_rope import hugging_face_config
 
 REPOSITORY = Path(__file__).parents[2]
@@ -91,6 +92,8 @@ def test_builds_for_its_ranks(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(offload, "host_memory_available", lambda: 2**40)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**50))
+    # Not 800 GB of weights: tests/unit/test_weights_checks.py has what is checked of them.
+    monkeypatch.setattr(checks, "loads_hf", lambda config: False)
     put_files_in_place(settings_of(name))
     ranks = launched_ranks(name)
     config = load_config(["--job.config_file", str(path(name))], ranks)

@@ -9,6 +9,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from recipes.config import load_config
+from recipes.llama3.args import FLAVORS
+from recipes.weights.checks import check_config_json
+from recipes.weights.model_config import model_fields
 from tests.hf_models import ROPE, make_model, save_model
 
 RECIPE = "train_configs/debug_cpu.toml"
@@ -161,6 +164,41 @@ def test_rope_mismatch(folder: Path, settings: tuple[str, ...], message: str) ->
     changed = read(folder, *settings, "--rope.on_mismatch", "change", "--rope.extrapolate").rope
     value = getattr(changed, settings[0].removeprefix("--rope."))
     assert value == (settings[1] if isinstance(value, str) else float(settings[1]))
+
+
+# What Meta publishes with the weights that the recipes start from.
+LLAMA3 = {"rope_theta": 500_000.0, "rope_scaling": None, "max_position_embeddings": 8192}
+LLAMA31 = {
+    "rope_theta": 500_000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "max_position_embeddings": 131072,
+}
+FROM_WEIGHTS = [
+    path
+    for path in sorted(Path("train_configs").glob("llama3_*.toml"))
+    if "initial_load_in_hf = true" in path.read_text()
+]
+
+
+@pytest.mark.parametrize("path", FROM_WEIGHTS, ids=lambda path: path.stem)
+def test_shipped_recipes_fit_the_weights_they_name(path: Path, tmp_path: Path) -> None:
+    config = load_config(["--job.config_file", str(path), "--model.hf_assets_path", str(tmp_path)])
+    of_weights = LLAMA3 if "staged" in path.name else LLAMA31
+    fields = model_fields(FLAVORS[config.model.flavor])
+    (tmp_path / "config.json").write_text(json.dumps(fields | of_weights))
+    check_config_json(config)
+    config.rope.on_mismatch = "refuse"
+    if "128k" in path.name:
+        check_config_json(config)
+    else:
+        with pytest.raises(ValueError, match="on_mismatch"):
+            check_config_json(config)
 
 
 def test_sequences_beyond_the_files_positions(folder: Path) -> None:
