@@ -53,6 +53,9 @@ LAYOUTS = {
     "ddp2, two microbatches": (2, layout(replicate=2, shard=1) + ONE_ROW),
     "fsdp2, two microbatches": (2, layout(shard=2) + ONE_ROW),
     "cp2, four microbatches": (2, layout(cp=2) + ONE_ROW),
+    "tp2, four microbatches": (2, layout(tp=2) + ONE_ROW),
+    "cp2 headtail": (2, layout(cp=2, balancer="headtail")),
+    "cp2 contiguous": (2, layout(cp=2, balancer="contiguous")),
     "tp2": (2, layout(tp=2)),
     "tp2, whole logits": (2, layout(tp=2) + WHOLE_LOGITS),
     "tp2, loss not parallel": (2, layout(tp=2) + PLAIN_LOSS),
@@ -75,9 +78,16 @@ LAYOUTS = {
     "fsdp2 cp2 pp2": (8, layout(shard=2, cp=2, pp=2)),
     "replicate2 shard2 cp2": (8, layout(replicate=2, shard=2, cp=2)),
 }
+IN_DEFAULT_RUN = (
+    *("cp2", "cp4", "fsdp2 cp2", "hsdp: replicate2 cp2", "ddp2, two microbatches"),
+    *("tp2", "cp2 tp2, whole logits", "pp2 InterleavedZeroBubble", "cp2 pp2"),
+)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in IN_DEFAULT_RUN else pytest.mark.slow, id=n) for n in LAYOUTS],
+)
 def test_layout(name: str, seed_folder: str, one_rank: Result, tmp_path) -> None:
     ranks, settings = LAYOUTS[name]
     job = Job(str(tmp_path), common(seed_folder) + settings, gradients(seed_folder))

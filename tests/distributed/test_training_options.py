@@ -1,7 +1,6 @@
 """Options that keep the numbers, or nearly, together with context parallelism and the others."""
 
 import pytest
-import torch
 
 from tests.distributed.launch import run_ranks
 from tests.distributed.training import Job, Result, common, gradients, train
@@ -12,6 +11,7 @@ PP = "--parallelism.pipeline_parallel_degree"
 REPLICATE = "--parallelism.data_parallel_replicate_degree"
 SHARD = "--parallelism.data_parallel_shard_degree"
 CP2 = (CP, "2")
+DDP2 = (REPLICATE, "2", SHARD, "1", "--training.local_batch_size", "2")
 AC = "--activation_checkpoint.mode"
 COMPILE = ("--compile.enable", "--compile.components", "model", "--compile.backend", "aot_eager")
 BFLOAT16 = ("--training.mixed_precision_param", "bfloat16")
@@ -30,16 +30,14 @@ EXACT = {
     ),
     "selective checkpoints": (2, (*CP2, AC, "selective")),
     "CPU offload": (2, (*CP2, "--training.enable_cpu_offload")),
-    "deterministic": (2, (*CP2, "--debug.deterministic")),
+    "CPU offload cp2 tp2": (4, (*CP2, TP, "2", "--training.enable_cpu_offload")),
+    "CPU offload cp2 pp2": (4, (*CP2, PP, "2", "--training.enable_cpu_offload")),
     "compiled": (2, (*CP2, *COMPILE)),
     "compiled, full checkpoints": (2, (*CP2, *COMPILE, AC, "full")),
     "compiled, selective checkpoints": (2, (*CP2, *COMPILE, AC, "selective")),
     "compiled tp2": (2, (TP, "2", *COMPILE)),
     "compiled pp2": (2, (PP, "2", *COMPILE)),
-    "compiled ddp2": (
-        2,
-        (REPLICATE, "2", SHARD, "1", "--training.local_batch_size", "2", *COMPILE),
-    ),
+    "compiled ddp2": (2, (*DDP2, *COMPILE)),
     "compiled cp2 tp2": (4, (*CP2, TP, "2", *COMPILE)),
 }
 # name: (ranks, settings, greatest difference of the loss to float32 on one rank)
@@ -49,11 +47,7 @@ NEAR = {
     "bfloat16 cp2, full checkpoints": (2, (*CP2, *BFLOAT16, AC, "full"), 2e-3),
     "bfloat16 cp2 pp2": (4, (*CP2, PP, "2", *BFLOAT16), 2e-3),
     "bfloat16 cp2 tp2": (4, (*CP2, TP, "2", *BFLOAT16), 2e-3),
-    "bfloat16 ddp2": (
-        2,
-        (REPLICATE, "2", SHARD, "1", "--training.local_batch_size", "2", *BFLOAT16),
-        2e-3,
-    ),
+    "bfloat16 ddp2": (2, (*DDP2, *BFLOAT16), 2e-3),
     "float8 rowwise cp2": (2, (*CP2, *ROWWISE), 1e-2),
     "float8 tensorwise cp2": (2, (*CP2, *TENSORWISE), 1e-2),
     "float8 tensorwise cp2, gathered in float8": (
@@ -63,6 +57,7 @@ NEAR = {
     ),
     "float8 rowwise tp2": (2, (TP, "2", *ROWWISE), 1e-2),
     "float8 tensorwise tp2": (2, (TP, "2", *TENSORWISE), 1e-2),
+    "float8 rowwise ddp2": (2, (*DDP2, *ROWWISE), 1e-2),
     "float8 rowwise cp2 pp2": (4, (*CP2, PP, "2", *ROWWISE), 1e-2),
 }
 IN_DEFAULT_RUN = (
@@ -122,45 +117,6 @@ def test_deterministic_runs_are_bitwise_equal(tmp_path) -> None:
     assert first.losses == second.losses
     assert first.values("grad_norm") == second.values("grad_norm")
     assert len(set(first.losses)) == len(first.losses)
-
-
-def every_label(step: int, mask: torch.Tensor) -> torch.Tensor:
-    return torch.ones_like(mask)
-
-
-def labels_of_odd_tokens(step: int, mask: torch.Tensor) -> torch.Tensor:
-    """All labels of rank 1 of a ring of two."""
-    return torch.arange(mask.shape[1]).expand_as(mask) % 2 == 1
-
-
-def labels_of_last_half(step: int, mask: torch.Tensor) -> torch.Tensor:
-    return torch.arange(mask.shape[1]).expand_as(mask) >= mask.shape[1] // 2
-
-
-def test_nothing_to_learn_changes_nothing(tmp_path) -> None:
-    job = Job(str(tmp_path), CP2, ignored=every_label)
-    for result in run_ranks(2, train, job):
-        assert result.finite
-        assert not result.changed
-        if result.scalars:
-            assert result.losses == [0.0] * 5
-            assert result.values("grad_norm") == [0.0] * 5
-            assert result.values("validation_metrics/loss") == [0.0] * 5
-
-
-@pytest.mark.parametrize("ignored", [labels_of_odd_tokens, labels_of_last_half])
-def test_rank_without_labels(ignored, tmp_path) -> None:
-    path = str(tmp_path / "gradients.pt")
-    (alone,) = run_ranks(1, train, Job(str(tmp_path), (), path, save=True, ignored=ignored))
-    for result in run_ranks(2, train, Job(str(tmp_path), CP2, path, ignored=ignored)):
-        assert result.finite
-        assert result.changed
-        assert max(result.gradient_errors.values()) < 1e-5
-        if result.scalars:
-            assert result.losses == pytest.approx(alone.losses, rel=1e-4)
-            assert result.values("validation_metrics/loss") == pytest.approx(
-                alone.values("validation_metrics/loss"), rel=1e-4
-            )
 
 
 def test_validation_at_learning_rate_0_is_the_training_loss(tmp_path) -> None:

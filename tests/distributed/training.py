@@ -41,21 +41,19 @@ BASE = (
 
 @dataclass
 class Job:
-    """A training job: the folder it works in, its settings, and the labels of its batches.
+    """A training job: the folder it works in and its settings.
 
     Attributes:
         folder: for checkpoints.
         settings: of the command line; they come after `BASE`.
         reference: file of another job's first gradients, to compare with; or where to save them.
         save: whether to save the gradients of step 1 there instead.
-        ignored: makes the mask of the labels (ROWS, S) that step `step` ignores.
     """
 
     folder: str
     settings: tuple[str, ...] = ()
     reference: str | None = None
     save: bool = False
-    ignored: Callable[[int, torch.Tensor], torch.Tensor] | None = None
 
 
 @dataclass
@@ -67,14 +65,12 @@ class Result:
             log.
         gradient_errors: per parameter of this rank, |g - reference| / |reference| of step 1.
         changed: whether any parameter differs from its value before the training.
-        finite: whether all parameters are.
         recompiled: graphs that torch.compile made after step 2.
     """
 
     scalars: dict[str, dict[int, float]] = field(default_factory=dict)
     gradient_errors: dict[str, float] = field(default_factory=dict)
     changed: bool = False
-    finite: bool = True
     recompiled: int = 0
 
     def values(self, tag: str) -> list[float]:
@@ -96,9 +92,9 @@ def make_trainer(job: Job) -> StripedTrainer:
     rows = torch.arange(ROWS).view(degree, -1)[rank]
     parts = rows.split(trainer.job_config.training.local_batch_size)
     trainer.job_config.validation.steps = len(parts)
-    trainer.dataloader = Batches(parts, lambda: trainer.step, job.ignored)
+    trainer.dataloader = Batches(parts, lambda: trainer.step)
     if trainer.job_config.validation.enable:
-        trainer.validator.dataloader = Batches(parts, lambda: 1, job.ignored)
+        trainer.validator.dataloader = Batches(parts, lambda: 1)
     return trainer
 
 
@@ -110,24 +106,17 @@ class Batches:
 
     epoch = 0
 
-    def __init__(
-        self,
-        parts: tuple[torch.Tensor, ...],
-        step: Callable[[], int],
-        ignored: Callable[[int, torch.Tensor], torch.Tensor] | None,
-    ) -> None:
-        self.parts, self.step, self.ignored = parts, step, ignored
+    def __init__(self, parts: tuple[torch.Tensor, ...], step: Callable[[], int]) -> None:
+        self.parts, self.step = parts, step
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         while True:
             for rows in self.parts:
-                inputs, labels = make_batch(self.step(), self.ignored)
+                inputs, labels = make_batch(self.step())
                 yield {name: value[rows] for name, value in inputs.items()}, labels[rows]
 
 
-def make_batch(
-    step: int, ignored: Callable[[int, torch.Tensor], torch.Tensor] | None = None
-) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def make_batch(step: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Tokens in documents, up to one more than the step, a third of the labels ignored.
 
     Step 4 has one document in every row.
@@ -137,8 +126,7 @@ def make_batch(
     tokens = torch.randint(0, 2000, shape, generator=generator)
     # A pattern to learn, so that losses of different steps are worth comparing.
     labels = (7 * tokens + 3) % 2000
-    mask = torch.rand(shape, generator=generator) < 0.3
-    labels[mask if ignored is None else ignored(step, mask)] = -100
+    labels[torch.rand(shape, generator=generator) < 0.3] = -100
     cuts = torch.randint(0, SEQ_LEN + 1, (ROWS, step), generator=generator).sort(dim=1).values
     cuts = torch.full_like(cuts, SEQ_LEN) if step == 4 else cuts
     ends = torch.tensor([[0, SEQ_LEN]]).expand(ROWS, -1)
@@ -160,7 +148,6 @@ def train(job: Job) -> Result:
     trainer.close()
     after = _weights(trainer)
     result.changed = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    result.finite = all(torch.isfinite(weight).all() for weight in after)
     result.recompiled = graphs()
     return result
 
