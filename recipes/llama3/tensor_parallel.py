@@ -5,7 +5,9 @@ tokens in chunks: the feed-forward layer adds its partial sums up once for all c
 output projection may return a loss.
 """
 
+import torch
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -20,6 +22,31 @@ from torch.distributed.tensor.parallel import (
 from recipes.loss import LossHeadParallel
 
 
+class EmbeddingParallel(RowwiseParallel):
+    """Shards an embedding over the vocabulary, and waits for its output.
+
+    torch 2.13 loses the gradient of an AsyncCollectiveTensor that enters a compiled block: with
+    torchtitan 0.2.2's plan the embedding learns nothing where `compile.components` has "model".
+    """
+
+    @staticmethod
+    def _prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh):
+        outputs = RowwiseParallel._prepare_output_fn(
+            output_layouts, use_local_output, mod, outputs, device_mesh
+        )
+        return _Wait.apply(outputs)
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        return x.wait() if isinstance(x, AsyncCollectiveTensor) else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
 def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, loss_parallel: bool) -> None:
     """Shard the heads, the feed-forward layers and the vocabulary over the ranks of a mesh.
 
@@ -30,7 +57,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, loss_parallel: 
         model,
         mesh,
         {
-            "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "tok_embeddings": EmbeddingParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
             "norm": SequenceParallel(),
             "output": LossHeadParallel(
                 input_layouts=Shard(1),

@@ -68,10 +68,9 @@ def test_resume_at_another_layout(name: str, saved, tmp_path: Path) -> None:
 
 
 @slow
-@pytest.mark.parametrize("layout", [(TP, "2"), (PP, "2")])
-def test_resume_from_another_layout(layout: tuple[str, ...], saved, tmp_path: Path) -> None:
-    _, losses = saved
-    run(2, tmp_path, *layout)
+@pytest.mark.parametrize("layout", [(TP, "2"), (PP, "2")], ids=["tp2", "pp2"])
+def test_resume_from_another_layout(layout: tuple[str, ...], tmp_path: Path) -> None:
+    losses = run(2, tmp_path, *layout)
     for step in (4, 5):
         shutil.rmtree(tmp_path / f"checkpoint/step-{step}")
     resumed = run(2, tmp_path, CP, "2")
@@ -83,10 +82,10 @@ def test_resume_from_another_layout(layout: tuple[str, ...], saved, tmp_path: Pa
 def train_and_die_while_saving(job: Job) -> None:
     """Rank 0 is gone after the data of step 4 are written, before it declares them whole."""
 
-    def die(self: FileSystemWriter, *_) -> None:
+    def die(self: FileSystemWriter, metadata, results) -> None:
         if self.path.name == "step-4":
             os._exit(9)
-        finish(self, *_)
+        finish(self, metadata, results)
 
     finish = FileSystemWriter.finish
     with mock.patch.object(FileSystemWriter, "finish", die):
