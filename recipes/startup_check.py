@@ -98,9 +98,9 @@ def check_ring(group: dist.ProcessGroup, device: torch.device, patience: float) 
     source = members[(ring.rank - 1) % ring.world_size]
     # Each rank tells of the link it receives over; the time of that link was taken by its sender.
     mine = torch.tensor([source, broken, seconds], dtype=torch.float64, device=device)
-    rows = mine.new_empty(dist.get_world_size(), 3)
-    dist.all_gather_into_tensor(rows.flatten(), mine)
-    table = rows.tolist()
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, mine)
+    table = torch.stack(rows).tolist()
     return [
         Link(int(sender), receiver, bool(wrong), table[int(sender)][2])
         for receiver, (sender, wrong, _) in enumerate(table)

@@ -24,6 +24,7 @@ from recipes.config import StripedJobConfig
 from recipes.evaluation.gate import EvaluationGate
 from recipes.loss import collect_token_losses
 from recipes.metrics.processor import StripedMetrics
+from recipes.restarts import own_store
 from recipes.startup_check import run_startup_check
 from recipes.weights.export import finish_export
 
@@ -59,7 +60,8 @@ class StripedTrainer(Trainer):
         # Without an accelerator gloo serves the offloaded parameters already; torchtitan 0.2.2
         # would name it a second time: "Duplicate device type cpu".
         training.enable_cpu_offload = offload and not cpu_host.is_cpu_host()
-        parallel_dims = super().init_distributed()
+        with own_store():
+            parallel_dims = super().init_distributed()
         training.enable_cpu_offload = offload
         run_startup_check(self.job_config, parallel_dims, self.device)
         return parallel_dims

@@ -49,6 +49,8 @@ fi
 # Activations of long sequences come in few, large and changing sizes: let segments grow.
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# A store of its own for every restart: in the shared one stand the addresses of dead ranks.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # Here torchrun leaves the error that came first, with its exit status.
 TORCHELASTIC_ERROR_FILE=$(mktemp)
 export TORCHELASTIC_ERROR_FILE
