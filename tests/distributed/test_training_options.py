@@ -29,6 +29,7 @@ EXACT = {
         (*CP2, AC, "selective", "--activation_checkpoint.selective_ac_option", "2"),
     ),
     "selective checkpoints": (2, (*CP2, AC, "selective")),
+    "full checkpoints ddp2": (2, (*DDP2, AC, "full")),
     "CPU offload": (2, (*CP2, "--training.enable_cpu_offload")),
     "CPU offload cp2 tp2": (4, (*CP2, TP, "2", "--training.enable_cpu_offload")),
     "CPU offload cp2 pp2": (4, (*CP2, PP, "2", "--training.enable_cpu_offload")),
