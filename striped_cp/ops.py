@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import _resolve_process_group, _set_pg_timeout
 
 from .documents import Documents
 from .kernels import Kernel, Request, choose_kernel
@@ -25,17 +25,19 @@ from .ring import (
     SingleRing,
     attention_backward,
     attention_forward,
+    time_limit,
 )
 from .tiles import Tile, tiles_of_rank
 
-_rings: WeakKeyDictionary[dist.ProcessGroup, Ring] = WeakKeyDictionary()
+_rings: WeakKeyDictionary[dist.ProcessGroup, ProcessGroupRing] = WeakKeyDictionary()
 
 
-def _ring(group_name: str) -> Ring:
+def _ring(group_name: str, device: torch.device) -> Ring:
     """The ring of a process group's ranks, made once so that its receive buffers are reused.
 
     It talks over a group of its own: others may run collectives on the mesh's, as FSDP does where
-    the ring takes all ranks, and a hop must not queue behind them.
+    the ring takes all ranks, and a hop must not queue behind them. Its time limit follows that of
+    the mesh's group, which trainers change after the first step.
     """
     if not group_name:
         return SingleRing()
@@ -49,6 +51,9 @@ def _ring(group_name: str) -> Ring:
             group_desc="striped_cp_ring",
         )
         ring = _rings[group] = ProcessGroupRing(own)
+    limit = time_limit(group, device)
+    if time_limit(ring.group, device) != limit:
+        _set_pg_timeout(limit, ring.group)
     return ring
 
 
@@ -86,7 +91,7 @@ def ring_attention_op(
     Returns:
         out (B, H, S/P, D) and lse (B, H, S/P); lse carries no gradient.
     """
-    ring = _ring(group_name)
+    ring = _ring(group_name, query.device)
     tiles, chosen = _plan(query, boundaries, layout, kernel, ring)
     ring, chosen = observed(ring, chosen)
     return attention_forward(query, key, value, tiles, chosen, ring, scale, rotate_method)
@@ -116,7 +121,7 @@ def ring_attention_backward_op(
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv); arguments as in `ring_attention`, plus its results and the gradient of out."""
-    ring = _ring(group_name)
+    ring = _ring(group_name, query.device)
     tiles, chosen = _plan(query, boundaries, layout, kernel, ring)
     ring, chosen = observed(ring, chosen)
     return attention_backward(

@@ -269,7 +269,7 @@ class ProcessGroupRing(Ring):
         """
         if dist.get_backend(self.group) != "gloo":
             return None
-        return self.group._get_backend(torch.device("cpu")).options._timeout
+        return time_limit(self.group, torch.device("cpu"))
 
     def members(self) -> list[int]:
         """Ranks of the job, in the order of the ring."""
@@ -283,6 +283,11 @@ class ProcessGroupRing(Ring):
 
     def all_to_all(self, out: Tensor, x: Tensor) -> Pending:
         return _Works([dist.all_to_all_single(out, x, group=self.group, async_op=True)])
+
+
+def time_limit(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long an operation of the group may take on the device."""
+    return group._get_backend(device).options._timeout
 
 
 class _Works:

@@ -1,12 +1,15 @@
 """Hops go over a process group that nobody else uses, made once for a ring."""
 
+from datetime import timedelta
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from striped_cp import ring_attention
+from striped_cp import ops, ring_attention
+from striped_cp.ring import time_limit
 from tests.distributed.launch import run_ranks
 
 
@@ -32,3 +35,20 @@ def test_a_ring_has_its_own_group():
         assert len(used) == 3 * 4
         assert len(set(used)) == 1
         assert of_mesh not in used
+
+
+def limits_of_hops():
+    """Time limits of the ring's group, before and after that of the mesh's group changed."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    query = torch.randn(1, 2, 4, 8)
+    limits = []
+    for seconds in (50, 20, 70):
+        _set_pg_timeout(timedelta(seconds=seconds), mesh.get_group())
+        ring_attention(query, query, query, mesh=mesh)
+        (ring,) = ops._rings.values()
+        limits.append(time_limit(ring.group, query.device).total_seconds())
+    return limits
+
+
+def test_its_time_limit_follows_the_meshs():
+    assert run_ranks(2, limits_of_hops) == [[50, 20, 70]] * 2
