@@ -4,13 +4,16 @@ torch's format (DCP) is a folder of `*.distcp` data files and a file `.metadata`
 last: a folder without it is a save that did not finish. Only `.metadata` is read here.
 """
 
+import io
 import pickle
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 
 from recipes.config_types import InvalidSetting
 
@@ -130,6 +133,32 @@ def read_metadata(folder: Path) -> Metadata:
     if not isinstance(metadata, Metadata) or metadata.storage_data is None:
         raise ValueError(f"{path}: damaged; copy the checkpoint anew or remove {folder}")
     return metadata
+
+
+def load_without_code() -> None:
+    """From now on, whatever in a checkpoint is no tensor is loaded with `weights_only`.
+
+    torch's planner (2.13) unpickles these entries as they come: the step, the learning rate, the
+    place in the data.
+    """
+    DefaultLoadPlanner.load_bytes = _load_bytes_without_code  # type: ignore[method-assign, assignment]
+
+
+_load_bytes = DefaultLoadPlanner.load_bytes
+
+
+def _load_bytes_without_code(
+    planner: DefaultLoadPlanner, read_item: ReadItem, value: io.BytesIO
+) -> None:
+    name = read_item.storage_index.fqn
+    try:
+        # Empty bytes are pickled as a call of `bytes`.
+        with torch.serialization.safe_globals([bytes]):
+            torch.load(value, weights_only=True)
+    except pickle.UnpicklingError:
+        raise ValueError(f"checkpoint: {name} names code to run; not loaded") from None
+    value.seek(0)
+    _load_bytes(planner, read_item, value)
 
 
 class _UnknownName(Exception):

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
+from torch.distributed.checkpoint import CheckpointException
 from torchtitan.tools.logging import logger
 
 _ROOT = Path(__file__).parents[1]
@@ -51,13 +52,15 @@ class TrainingDiverged(Stop):
         )
 
 
-def leave(error: Exception, rank: int, debug: bool) -> NoReturn:
+def leave(error: BaseException, rank: int, debug: bool) -> NoReturn:
     """End the process after an error; does not return.
 
     Args:
         debug: whether a message alone is not enough.
     """
-    sys.stdout.flush()
+    if isinstance(error, CheckpointException):
+        # All ranks get the failures of all; what happened is in the first.
+        error = next(iter(error.failures.values()))[0]
     if _is_lost_peer(error):
         if _first("lost"):
             _say(f"rank {rank}: lost a neighbour, the rank that failed is named below")
@@ -113,7 +116,7 @@ def end(message: str, status: int) -> NoReturn:
     _exit(status)
 
 
-def explain(error: Exception) -> tuple[str | None, int]:
+def explain(error: BaseException) -> tuple[str | None, int]:
     """A message that says all, or None where a traceback is needed, and the exit status."""
     if isinstance(error, Stop):
         return str(error), 1
@@ -128,13 +131,13 @@ def explain(error: Exception) -> tuple[str | None, int]:
     return None, 1
 
 
-def _raised_here(error: Exception) -> bool:
+def _raised_here(error: BaseException) -> bool:
     """Whether this project raised it: torch's own ValueErrors are no message for a user."""
     frames = traceback.extract_tb(error.__traceback__)
     return not frames or _is_ours(Path(frames[-1].filename))
 
 
-def _place(error: Exception) -> str:
+def _place(error: BaseException) -> str:
     """The innermost line of this project that the error came through."""
     names = ((Path(f.filename), f) for f in traceback.extract_tb(error.__traceback__))
     ours = [f"{n.relative_to(_ROOT)}:{f.lineno}" for n, f in names if _is_ours(n)]
@@ -145,11 +148,11 @@ def _is_ours(name: Path) -> bool:
     return name.is_relative_to(_ROOT / "recipes") or name.is_relative_to(_ROOT / "striped_cp")
 
 
-def _is_lost_peer(error: Exception) -> bool:
+def _is_lost_peer(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
 
 
-def _is_timeout(error: Exception) -> bool:
+def _is_timeout(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _TIMEOUT.search(str(error)) is not None
 
 

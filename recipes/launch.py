@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Sequence
 
 import torch
+from torch.distributed.checkpoint import CheckpointException
 from torchtitan.tools.logging import logger
 
 from recipes.config import StripedJobConfig, load_config
@@ -42,16 +43,18 @@ def main(args: Sequence[str]) -> None:
     except preemption.Preempted as stop:
         torch.distributed.destroy_process_group()
         faults.end(stop.message, preemption.EXIT_STATUS)
-    except Exception as error:
+    except (Exception, CheckpointException) as error:
         faults.leave(error, rank, debug)
     torch.distributed.destroy_process_group()
 
 
 def _train(config: StripedJobConfig) -> None:
+    from recipes.checkpoint_files import load_without_code
     from recipes.llama3 import train_spec
     from recipes.trainer import StripedTrainer
 
     train_spec.register()
+    load_without_code()
     trainer: StripedTrainer | None = None
     try:
         trainer = StripedTrainer(config)
