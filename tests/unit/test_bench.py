@@ -44,7 +44,7 @@ def test_rows_are_medians_and_their_ratios():
     assert striped["efficiency"] == pytest.approx(0.9)
     assert striped["speedup_vs_contiguous"] == pytest.approx(1.5)
     assert striped["total_spread"] == pytest.approx(0.4)
-    assert striped["causal_tile_share"] == pytest.approx(0.5)
+    assert (striped["causal_tile_s"], striped["full_tile_s"]) == pytest.approx((0.6, 1.2))
     assert striped["kernel_limit"] == pytest.approx(1.875)  # (2P - 1) / P
     assert striped["peak_bytes"] == 100
     assert contiguous["speedup_vs_contiguous"] == 1.0
