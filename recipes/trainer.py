@@ -8,6 +8,7 @@ without any label changes nothing.
 
 import time
 from collections.abc import Iterable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from recipes.evaluation.gate import EvaluationGate
 from recipes.loss import collect_token_losses
 from recipes.metrics.processor import StripedMetrics
 from recipes.restarts import own_store
+from recipes.ring_group import give_ring_its_group
 from recipes.startup_check import run_startup_check
 from recipes.weights.export import finish_export
 
@@ -63,6 +65,8 @@ class StripedTrainer(Trainer):
         with own_store():
             parallel_dims = super().init_distributed()
         training.enable_cpu_offload = offload
+        timeout = timedelta(seconds=self.job_config.comm.init_timeout_seconds)
+        give_ring_its_group(parallel_dims, timeout)
         run_startup_check(self.job_config, parallel_dims, self.device)
         return parallel_dims
 

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Literal
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .documents import Documents
 from .kernels import KERNELS
-from .layout import Layout, Striped
+from .layout import Contiguous, HeadTail, Layout, Striped
 from .ops import ring_attention_op
 
 BATCH_DIM, HEAD_DIM, SEQ_DIM = 0, 1, 2
 TOKEN_STRIPES = Striped()
 
 RotateMethod = Literal["ring", "allgather"]
+FLOATING_POINT = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Options of scaled_dot_product_attention and FlashAttention at the value that the ring implies.
+NO_EFFECT = {"attn_mask": None, "dropout_p": 0.0, "is_causal": True, "window_size": (-1, -1)}
 
 
 def ring_attention(
@@ -31,6 +36,7 @@ def ring_attention(
     scale: float | None = None,
     rotate_method: RotateMethod = "ring",
     kernel: str = "auto",
+    **unsupported: object,
 ) -> Tensor:
     """Exact causal attention over a sequence whose tokens are spread over the ranks of a ring.
 
@@ -41,14 +47,15 @@ def ring_attention(
         key, value: (B, Hkv, S/P, D), H a multiple of Hkv; dtype and device of the query.
         mesh: one-dimensional mesh of the ring, P ranks; None for a ring of one rank.
         layout: which rank holds which token; RoPE must use `layout.positions`.
-        documents: global document boundaries of the batch; None for one document per row.
-        scale: of the logits; default 1 / sqrt(D).
+        documents: global boundaries of the documents in this rank's batch rows; None for one each.
+        scale: of the logits, above 0; default 1 / sqrt(D).
         rotate_method: "ring" keeps O(S/P) keys and values, "allgather" O(S), with one collective.
         kernel: "auto", "flash", "cudnn", "flex", "cpu" or "reference".
+        unsupported: options of other attention functions; refused unless they change nothing.
 
-    DTensors: all three on one device mesh with equal placements. The axis that bears the name of
-    `mesh`'s axis shards the sequence; others may shard batch or heads, or replicate. The result is
-    a DTensor with the query's placements.
+    DTensors: all three on one device mesh with equal placements. The axis with the name and ranks
+    of `mesh` shards the sequence; others may shard batch or heads, or replicate. The result is a
+    DTensor with the query's placements.
 
     Returns:
         (B, H, S/P, D) in the query's dtype, in memory order (B, S/P, H, D).
@@ -57,7 +64,12 @@ def ring_attention(
         ValueError: shapes, dtypes, devices, placements, sequence length, layout or kernel that
             cannot work: on all ranks alike, before anything is sent.
     """
-    check_options(rotate_method, kernel)
+    check_options(layout, rotate_method, kernel)
+    check_unsupported(unsupported)
+    if scale is not None and not 0 < scale < math.inf:
+        raise ValueError(f"scale = {scale}: must be a finite number above 0")
+    if documents is not None and not isinstance(documents, Documents):
+        raise ValueError(f"documents must be a Documents, not a {type(documents).__name__}")
     group_name, world_size = ring_group(mesh)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -86,13 +98,28 @@ def ring_attention(
     )
 
 
-def check_options(rotate_method: str, kernel: str) -> None:
-    """Raise ValueError for a rotate_method or kernel that does not exist."""
+def check_options(layout: Layout, rotate_method: str, kernel: str) -> None:
+    """Raise ValueError for a layout, rotate_method or kernel that does not exist."""
+    if not isinstance(layout, (Striped, HeadTail, Contiguous)):
+        raise ValueError(
+            f"layout = {layout!r}: allowed are Striped(block_size), HeadTail(), Contiguous()"
+        )
     if rotate_method not in ("ring", "allgather"):
         raise ValueError(f"rotate_method = {rotate_method!r}: allowed are 'ring', 'allgather'")
     if kernel not in ("auto", *KERNELS):
         allowed = ", ".join(repr(name) for name in ("auto", *KERNELS))
         raise ValueError(f"kernel = {kernel!r}: allowed are {allowed}")
+
+
+def check_unsupported(options: Mapping[str, object]) -> None:
+    """Raise ValueError for an option that exact causal attention does not have."""
+    for name, value in options.items():
+        if name not in NO_EFFECT or value != NO_EFFECT[name]:
+            shown = "a tensor" if isinstance(value, Tensor) else repr(value)
+            raise ValueError(
+                f"{name} = {shown} is not supported: attention is causal, within `documents` "
+                "if given, without masks, windows, biases or dropout"
+            )
 
 
 def ring_group(mesh: DeviceMesh | None) -> tuple[str, int]:
@@ -103,6 +130,8 @@ def ring_group(mesh: DeviceMesh | None) -> tuple[str, int]:
     """
     if mesh is None:
         return "", 1
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(f"mesh must be a DeviceMesh or None, not a {type(mesh).__name__}")
     if mesh.ndim != 1:
         raise ValueError(
             f"mesh must have one dimension, the ring's; got {mesh.mesh_dim_names or mesh.shape}. "
@@ -135,8 +164,12 @@ def _check_local(
             "query, key and value must have one dtype; got "
             f"{query.dtype}, {key.dtype}, {value.dtype}"
         )
-    if not query.dtype.is_floating_point:
-        raise ValueError(f"attention needs floating-point tensors; got {query.dtype}")
+    if query.dtype not in FLOATING_POINT:
+        raise ValueError(
+            f"attention needs float16, bfloat16, float32 or float64; got {query.dtype}"
+        )
+    if query.shape[-1] == 0:
+        raise ValueError(f"head_dim must be at least 1; got {shapes}")
     if not query.device == key.device == value.device:
         raise ValueError(
             "query, key and value must be on one device; got "
@@ -163,6 +196,11 @@ def _check_placements(
         raise ValueError(
             f"DTensors must live on a device mesh with the ring's axis {axis!r}; "
             f"its axes are {axes}"
+        )
+    if mesh is not None and not torch.equal(query.device_mesh[axis].mesh, mesh.mesh):
+        raise ValueError(
+            f"the ring's mesh has ranks {mesh.mesh.tolist()}, axis {axis!r} of the DTensors' mesh "
+            f"{query.device_mesh[axis].mesh.tolist()}"
         )
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.device_mesh != query.device_mesh or x.placements != query.placements:

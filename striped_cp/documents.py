@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -29,28 +30,51 @@ class Documents:
 
     def __post_init__(self) -> None:
         b = self.boundaries
-        if b.dim() != 2 or b.dtype != torch.int64 or b.device.type != "cpu" or b.shape[1] < 2:
-            raise ValueError(
-                "document boundaries must be an int64 CPU tensor of shape (B, N), N >= 2; got "
+        if (
+            not isinstance(b, torch.Tensor)
+            or (b.dim(), b.dtype, b.device.type) != (2, torch.int64, "cpu")
+            or b.shape[0] < 1
+            or b.shape[1] < 2
+        ):
+            got = (
                 f"{b.dtype} of shape {tuple(b.shape)} on {b.device}"
+                if isinstance(b, torch.Tensor)
+                else type(b).__name__
             )
-        if (b[:, 0] != 0).any() or (b.diff(dim=1) < 0).any() or (b[:, -1] != b[0, -1]).any():
+            raise ValueError(
+                "document boundaries must be an int64 CPU tensor of shape (B, N), B >= 1 and "
+                f"N >= 2; got {got}"
+            )
+        wrong = (b[:, 0] != 0) | (b.diff(dim=1) < 0).any(dim=1) | (b[:, -1] != b[0, -1])
+        if wrong.any():
+            row = int(wrong.nonzero()[0])
+            head = ", ".join(map(str, b[row, :8].tolist()))
             raise ValueError(
                 "document boundaries of a row must start at 0, not decrease, and end at the "
-                f"sequence length, the same for every row; got {b.tolist()}"
+                f"sequence length, the same for every row; got [{head}"
+                f"{', ...' if b.shape[1] > 8 else ''}], ending at {int(b[row, -1])}, in row {row}"
             )
+        # A copy: plans are cached by value, and backward must see what forward saw.
+        object.__setattr__(self, "boundaries", b.clone())
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Sequence[Sequence[int]]) -> Documents:
         """Build from one list of cumulative lengths per batch row: [[0, 700, 1024], [0, 1024]]."""
-        if not cu_seqlens or any(len(row) < 2 for row in cu_seqlens):
+        try:
+            rows = [[operator.index(x) for x in row] for row in cu_seqlens]
+        except TypeError:
+            raise ValueError(
+                "cu_seqlens needs one list of integers [0, ..., S] per batch row; "
+                f"got {cu_seqlens!r:.200}"
+            ) from None
+        if not rows or any(len(row) < 2 for row in rows):
             raise ValueError(
                 "cu_seqlens needs one list [0, ..., S] of at least two entries per batch row; "
-                f"got {[list(row) for row in cu_seqlens]}"
+                f"got {rows!r:.200}"
             )
-        width = max(len(row) for row in cu_seqlens)
-        rows = [[*row, *[row[-1]] * (width - len(row))] for row in cu_seqlens]
-        return cls(torch.tensor(rows, dtype=torch.int64))
+        width = max(len(row) for row in rows)
+        padded = [[*row, *[row[-1]] * (width - len(row))] for row in rows]
+        return cls(torch.tensor(padded, dtype=torch.int64))
 
     @property
     def batch_size(self) -> int:

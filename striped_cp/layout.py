@@ -49,9 +49,12 @@ class Layout(ABC):
         """Global position of every local token: int64, shape (S/P,), strictly increasing.
 
         Raises:
-            ValueError: `seq_len` is not a positive multiple of `divisor(world_size)`.
+            ValueError: `seq_len` is not a positive multiple of `divisor(world_size)`, or `rank` is
+                no rank of the ring.
         """
         self.check(seq_len, world_size)
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} is not in a ring of {world_size}: 0 to {world_size - 1}")
         return torch.from_numpy(self._positions(seq_len, world_size, rank))
 
     def check(self, seq_len: int, world_size: int) -> None:
@@ -78,8 +81,8 @@ class Striped(Layout):
     block_size: int = 1
 
     def __post_init__(self) -> None:
-        if self.block_size < 1:
-            raise ValueError(f"block_size = {self.block_size}: must be at least 1")
+        if type(self.block_size) is not int or self.block_size < 1:
+            raise ValueError(f"block_size = {self.block_size!r}: must be an integer, at least 1")
 
     def divisor(self, world_size: int) -> int:
         return world_size * self.block_size

@@ -13,48 +13,31 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group, _set_pg_timeout
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from .documents import Documents
 from .kernels import Kernel, Request, choose_kernel
 from .layout import layout_from_spec
 from .observe import observed
 from .ring import (
+    Buffers,
     ProcessGroupRing,
     Ring,
     SingleRing,
     attention_backward,
     attention_forward,
-    time_limit,
 )
 from .tiles import Tile, tiles_of_rank
 
-_rings: WeakKeyDictionary[dist.ProcessGroup, ProcessGroupRing] = WeakKeyDictionary()
+# Receive buffers of every ring, for as long as its process group lives.
+_buffers: WeakKeyDictionary[dist.ProcessGroup, Buffers] = WeakKeyDictionary()
 
 
-def _ring(group_name: str, device: torch.device) -> Ring:
-    """The ring of a process group's ranks, made once so that its receive buffers are reused.
-
-    It talks over a group of its own: others may run collectives on the mesh's, as FSDP does where
-    the ring takes all ranks, and a hop must not queue behind them. Its time limit follows that of
-    the mesh's group, which trainers change after the first step.
-    """
+def _ring(group_name: str) -> Ring:
     if not group_name:
         return SingleRing()
     group = _resolve_process_group(dist.GroupName(group_name))
-    ring = _rings.get(group)
-    if ring is None:
-        own = dist.new_group(
-            dist.get_process_group_ranks(group),
-            backend=dist.get_backend_config(group),
-            use_local_synchronization=True,  # only the ring's ranks are here
-            group_desc="striped_cp_ring",
-        )
-        ring = _rings[group] = ProcessGroupRing(own)
-    limit = time_limit(group, device)
-    if time_limit(ring.group, device) != limit:
-        _set_pg_timeout(limit, ring.group)
-    return ring
+    return ProcessGroupRing(group, _buffers.setdefault(group, {}))
 
 
 def _plan(
@@ -91,10 +74,11 @@ def ring_attention_op(
     Returns:
         out (B, H, S/P, D) and lse (B, H, S/P); lse carries no gradient.
     """
-    ring = _ring(group_name, query.device)
+    ring = _ring(group_name)
     tiles, chosen = _plan(query, boundaries, layout, kernel, ring)
     ring, chosen = observed(ring, chosen)
-    return attention_forward(query, key, value, tiles, chosen, ring, scale, rotate_method)
+    with torch.autocast(query.device.type, enabled=False):
+        return attention_forward(query, key, value, tiles, chosen, ring, scale, rotate_method)
 
 
 @ring_attention_op.register_fake
@@ -121,12 +105,13 @@ def ring_attention_backward_op(
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv); arguments as in `ring_attention`, plus its results and the gradient of out."""
-    ring = _ring(group_name, query.device)
+    ring = _ring(group_name)
     tiles, chosen = _plan(query, boundaries, layout, kernel, ring)
     ring, chosen = observed(ring, chosen)
-    return attention_backward(
-        grad_out, query, key, value, out, lse, tiles, chosen, ring, scale, rotate_method
-    )
+    with torch.autocast(query.device.type, enabled=False):
+        return attention_backward(
+            grad_out, query, key, value, out, lse, tiles, chosen, ring, scale, rotate_method
+        )
 
 
 @ring_attention_backward_op.register_fake
@@ -149,10 +134,11 @@ def _(
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     query, key, value, boundaries, *ctx.options = inputs
+    ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(query, key, value, *output, boundaries)
 
 
-def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor | None) -> tuple:
+def _backward(ctx: Any, grad_out: Tensor, _grad_lse: Tensor | None) -> tuple:
     query, key, value, out, lse, boundaries = ctx.saved_tensors
     grads = ring_attention_backward_op(
         grad_out, query, key, value, out, lse, boundaries, *ctx.options

@@ -10,6 +10,7 @@ from .attention import (
     TOKEN_STRIPES,
     RotateMethod,
     check_options,
+    check_unsupported,
     ring_attention,
     ring_group,
 )
@@ -31,7 +32,7 @@ class RingAttention(nn.Module):
         kernel: str = "auto",
     ) -> None:
         super().__init__()
-        check_options(rotate_method, kernel)
+        check_options(layout, rotate_method, kernel)
         ring_group(mesh)
         self.mesh = mesh
         self.layout = layout
@@ -50,20 +51,16 @@ class RingAttention(nn.Module):
         documents: Documents | None = None,
         scale: float | None = None,
         enable_gqa: bool = False,
+        **unsupported: object,
     ) -> Tensor:
         """(B, H, S/P, D) attention output; see `ring_attention`.
 
         Raises:
             ValueError: also for a mask, dropout, or non-causal attention.
         """
-        if attn_mask is not None:
-            raise ValueError(
-                "attn_mask is not supported: attention is causal, within `documents` if given"
-            )
-        if dropout_p:
-            raise ValueError(f"dropout_p = {dropout_p} is not supported; only 0")
-        if not is_causal:
-            raise ValueError("is_causal = False is not supported: attention is always causal")
+        check_unsupported(
+            {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, **unsupported}
+        )
         if query.dim() == 4 and query.shape[1] != key.shape[1] and not enable_gqa:
             raise ValueError(
                 f"{query.shape[1]} query heads and {key.shape[1]} key heads need enable_gqa = True"
@@ -86,7 +83,8 @@ class StripedContextParallel(ParallelStyle):
 
         parallelize_module(block.attention.inner_attention, cp_mesh, StripedContextParallel())
 
-    Plain tensors stay plain, DTensors stay DTensors: the module's inputs are this rank's tokens
+    The module's own forward is not called any more: its options (scale, dropout) end here. Plain
+    tensors stay plain, DTensors stay DTensors: the module's inputs are this rank's tokens
     under `layout`, as `shard_sequence` deals them out.
 
     Raises:
@@ -100,7 +98,7 @@ class StripedContextParallel(ParallelStyle):
         kernel: str = "auto",
     ) -> None:
         super().__init__()
-        check_options(rotate_method, kernel)
+        check_options(layout, rotate_method, kernel)
         self.layout = layout
         self.rotate_method = rotate_method
         self.kernel = kernel

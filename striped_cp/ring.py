@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -30,7 +31,11 @@ from .kernels.base import Kernel, Region
 from .merge import OutputAccumulator, accumulate_, accumulation_dtype, empty_sequence_major
 from .tiles import Tile
 
+# Its name up to torch 2.12.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 Tensors = tuple[Tensor, ...]
+Buffers = dict[tuple[str, int], Tensors]
 # Rows of a tile's keys, and a block's dK and dV for them.
 KeyGradients = tuple[Region, Tensor, Tensor]
 
@@ -48,10 +53,10 @@ class Ring(ABC):
     the same calls in the same order.
     """
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int, buffers: Buffers | None = None) -> None:
         self.rank = rank
         self.world_size = world_size
-        self._buffers: dict[tuple[str, int], Tensors] = {}
+        self._buffers: Buffers = {} if buffers is None else buffers
 
     @abstractmethod
     def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor]) -> Pending:
@@ -99,13 +104,15 @@ def attention_forward(
         over all keys of the sequence. Memory order of out is (B, n, H, D).
     """
     total = OutputAccumulator(query)
-    for step, (k, v) in enumerate(_rotate(ring, key, value, rotate_method)):
-        for partial in kernel.forward(query, k, v, tiles[step], scale):
-            if step == 0:
-                total.write(partial)
-            else:
-                total.merge(partial)
-            del partial  # free before the next kernel call
+    # closing: a kernel that fails leaves no hop under way for the next ring to take as its own.
+    with closing(_rotate(ring, key, value, rotate_method)) as keys_and_values:
+        for step, (k, v) in enumerate(keys_and_values):
+            for partial in kernel.forward(query, k, v, tiles[step], scale):
+                if step == 0:
+                    total.write(partial)
+                else:
+                    total.merge(partial)
+                del partial  # free before the next kernel call
     return _sequence_major(total.out.to(query.dtype)), total.lse
 
 
@@ -130,48 +137,56 @@ def attention_backward(
     grad_out = _sequence_major(grad_out)
     dq = empty_sequence_major(query, dtype)
     gather = rotate_method == "allgather"
-    dkv = (_GatheredGradients if gather else _TravellingGradients)(ring, key, value, dtype)
-    for step, (k, v) in enumerate(_rotate(ring, key, value, rotate_method)):
-        parts = []
-        for part in kernel.backward(grad_out, query, k, v, out, lse, tiles[step], scale):
-            accumulate_(dq, part.queries, part.dq, first=step == 0)
-            parts.append((part.keys, part.dk, part.dv))
-            del part
-        dkv.add(step, parts)
-        del parts
-    dk, dv = dkv.home()
+    home = (_GatheredGradients if gather else _TravellingGradients)(ring, key, value, dtype)
+    with closing(_rotate(ring, key, value, rotate_method)) as keys_and_values, closing(home) as dkv:
+        for step, (k, v) in enumerate(keys_and_values):
+            parts = []
+            for part in kernel.backward(grad_out, query, k, v, out, lse, tiles[step], scale):
+                accumulate_(dq, part.queries, part.dq, first=step == 0)
+                parts.append((part.keys, part.dk, part.dv))
+                del part
+            dkv.add(step, parts)
+            del parts
+        dk, dv = dkv.home()
     return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
 
 
 def _rotate(
     ring: Ring, key: Tensor, value: Tensor, rotate_method: str
-) -> Iterator[tuple[Tensor, Tensor]]:
+) -> Generator[tuple[Tensor, Tensor], None, None]:
     """Keys and values of ranks p, p - 1, ..., p - P + 1, each while the next are on their way."""
     k, v = (_sequence_major(x).transpose(1, 2) for x in (key, value))  # contiguous (B, n, Hkv, D)
     gather = rotate_method == "allgather" and ring.world_size > 1
     yield from (_all_gather_kv if gather else _shift_kv)(ring, k, v)
 
 
-def _shift_kv(ring: Ring, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """O(S/P) memory: the local keys and values and two buffers, one computed on, one arriving."""
-    for step in range(ring.world_size):
-        last = step == ring.world_size - 1
-        if not last:
-            arriving = ring.buffers("kv", step % 2, (k, v))
-            pending = ring.shift((k, v), arriving)
-        yield k.transpose(1, 2), v.transpose(1, 2)
-        if not last:
+def _shift_kv(ring: Ring, k: Tensor, v: Tensor) -> Generator[tuple[Tensor, Tensor], None, None]:
+    """O(S/P) memory: the local keys and values and two buffers, one computed on, one arriving.
+
+    A buffer fills again two steps later: what was yielded must be used up by the next step.
+    """
+    for step in range(ring.world_size - 1):
+        arriving = ring.buffers("kv", step % 2, (k, v))
+        pending = ring.shift((k, v), arriving)
+        try:
+            yield k.transpose(1, 2), v.transpose(1, 2)
+        finally:
             pending.wait()
-            k, v = arriving
+        k, v = arriving
+    yield k.transpose(1, 2), v.transpose(1, 2)
 
 
-def _all_gather_kv(ring: Ring, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _all_gather_kv(
+    ring: Ring, k: Tensor, v: Tensor
+) -> Generator[tuple[Tensor, Tensor], None, None]:
     """One collective, O(S) memory; the local tile is computed while it runs."""
     mine = torch.stack((k, v))
     everyone = mine.new_empty(ring.world_size, *mine.shape)
     pending = ring.all_gather(everyone, mine)
-    yield k.transpose(1, 2), v.transpose(1, 2)
-    pending.wait()
+    try:
+        yield k.transpose(1, 2), v.transpose(1, 2)
+    finally:
+        pending.wait()
     for step in range(1, ring.world_size):
         k, v = everyone[(ring.rank - step) % ring.world_size]
         yield k.transpose(1, 2), v.transpose(1, 2)
@@ -188,9 +203,9 @@ class _TravellingGradients:
         self.ring = ring
         self.hops = ring.world_size if ring.world_size > 1 else 0
         mine = tuple(empty_sequence_major(x, dtype).transpose(1, 2) for x in (key, value))
-        rings = ring.buffers("dkv", 0, mine) if self.hops else ()
-        # The last hop must arrive in memory that is not the ring's.
-        self.current, self.other = (rings, mine) if self.hops % 2 else (mine, rings)
+        buffer = ring.buffers("dkv", 0, mine) if self.hops else ()
+        # The two change places with every hop. The last one must arrive in memory of this call.
+        self.current, self.other = (buffer, mine) if self.hops % 2 else (mine, buffer)
         self.pending: Pending | None = None
 
     def add(self, step: int, parts: Sequence[KeyGradients]) -> None:
@@ -204,7 +219,12 @@ class _TravellingGradients:
     def _arrive(self) -> None:
         if self.pending is not None:
             self.pending.wait()
+            self.pending = None
             self.current, self.other = self.other, self.current
+
+    def close(self) -> None:
+        if self.pending is not None:
+            self.pending.wait()
 
     def home(self) -> tuple[Tensor, ...]:
         self._arrive()
@@ -227,6 +247,9 @@ class _GatheredGradients:
             for totals, part in zip(self.parts, gradients, strict=True):
                 accumulate_(totals[owner].transpose(1, 2), region, part, first=step == 0)
 
+    def close(self) -> None:
+        pass
+
     def home(self) -> tuple[Tensor, ...]:
         size, rank = self.ring.world_size, self.ring.rank
         totals = []
@@ -248,10 +271,14 @@ def _sequence_major(x: Tensor) -> Tensor:
 
 
 class ProcessGroupRing(Ring):
-    """The ring of a process group, over asynchronous point-to-point operations."""
+    """The ring of a process group, over asynchronous point-to-point operations.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(group.rank(), group.size())
+    Args:
+        buffers: receive buffers to use and to add to, so that they outlive this object.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, buffers: Buffers | None = None) -> None:
+        super().__init__(group.rank(), group.size(), buffers)
         self.group = group
 
     def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor]) -> Pending:
@@ -269,7 +296,7 @@ class ProcessGroupRing(Ring):
         """
         if dist.get_backend(self.group) != "gloo":
             return None
-        return time_limit(self.group, torch.device("cpu"))
+        return self.group._get_backend(torch.device("cpu")).options._timeout
 
     def members(self) -> list[int]:
         """Ranks of the job, in the order of the ring."""
@@ -277,17 +304,10 @@ class ProcessGroupRing(Ring):
 
     def all_gather(self, out: Tensor, x: Tensor) -> Pending:
         # flatten: gloo wants the gathered pieces concatenated, not stacked.
-        return _Works(
-            [dist.all_gather_into_tensor(out.flatten(0, 1), x, group=self.group, async_op=True)]
-        )
+        return _Works([all_gather_single(out.flatten(0, 1), x, group=self.group, async_op=True)])
 
     def all_to_all(self, out: Tensor, x: Tensor) -> Pending:
         return _Works([dist.all_to_all_single(out, x, group=self.group, async_op=True)])
-
-
-def time_limit(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """How long an operation of the group may take on the device."""
-    return group._get_backend(device).options._timeout
 
 
 class _Works:

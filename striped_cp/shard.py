@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .attention import TOKEN_STRIPES, ring_group
 from .layout import Layout
+from .ring import all_gather_single
 
 
 def shard_sequence(
@@ -85,7 +85,7 @@ def _gather(local: Tensor, mesh: DeviceMesh, layout: Layout, dim: int) -> Tensor
         # As bytes, because backends gather only some dtypes.
         mine = by_rank.unsqueeze(-1).view(torch.uint8)
         everyone = mine.new_empty(world_size * mine.shape[0], *mine.shape[1:])
-        dist.all_gather_into_tensor(everyone, mine, group=mesh.get_group())
+        all_gather_single(everyone, mine, group=mesh.get_group())
         by_rank = everyone.view(local.dtype).squeeze(-1)
     order = torch.cat(
         [layout.positions(by_rank.shape[0], world_size, rank) for rank in range(world_size)]

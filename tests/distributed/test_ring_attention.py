@@ -23,6 +23,7 @@ from striped_cp import (
     shard_sequence,
     unshard_sequence,
 )
+from striped_cp.ring import all_gather_single
 from tests.distributed.launch import run_ranks
 from tests.loopback import random_inputs
 from tests.reference import check_close, reference_gradients
@@ -206,7 +207,10 @@ def check_refused_before_anything_is_sent() -> None:
         lambda: unshard_sequence(torch.zeros(1, 9), mesh=mesh, layout=Striped(4)),
     ]
     nothing = mock.Mock(side_effect=AssertionError("communicated before refusing"))
-    with mock.patch.multiple(dist, batch_isend_irecv=nothing, all_gather_into_tensor=nothing):
+    with (
+        mock.patch.object(dist, "batch_isend_irecv", nothing),
+        mock.patch("striped_cp.shard.all_gather_single", nothing),
+    ):
         for refusal in refusals:
             with pytest.raises(ValueError, match=r"multiple|dtype|serve|documents"):
                 refusal()
@@ -268,8 +272,7 @@ def test_traffic_is_the_keys_and_values_once_per_hop_on_every_rank(world_size):
 def check_allgather_is_one_collective() -> None:
     mesh = ring_mesh(3)
     q, k, v = (x[:, :, :4] for x in random_inputs(1, (2, 1), 12, 8, torch.float32)[:3])
-    original = dist.all_gather_into_tensor
-    with mock.patch.object(dist, "all_gather_into_tensor", side_effect=original) as gather:
+    with mock.patch("striped_cp.ring.all_gather_single", side_effect=all_gather_single) as gather:
         ring_attention(q, k, v, mesh=mesh, rotate_method="allgather")
     assert gather.call_count == 1
 

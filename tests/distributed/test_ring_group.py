@@ -1,54 +1,122 @@
-"""Hops go over a process group that nobody else uses, made once for a ring."""
+"""Which group the ring talks over, and what it leaves behind."""
 
+from __future__ import annotations
+
+import gc
 from datetime import timedelta
-from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor.placement_types import Shard
+from torchtitan.distributed import ParallelDims
 
-from striped_cp import ops, ring_attention
-from striped_cp.ring import time_limit
+from recipes.ring_group import give_ring_its_group
+from striped_cp import ops, ring_attention, shard_sequence, unshard_sequence
+from striped_cp.kernels import KERNELS
 from tests.distributed.launch import run_ranks
+from tests.loopback import random_inputs
+from tests.reference import check_close, reference_attention
 
 
-def groups_of_hops():
-    """Name of the mesh's group, and the names of the groups that three calls use."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    used = []
-
-    def post(operations):
-        used.extend(operation.group.group_name for operation in operations)
-        return dist_post(operations)
-
-    dist_post = dist.batch_isend_irecv
-    query = torch.randn(1, 2, 4, 8)
-    with mock.patch.object(dist, "batch_isend_irecv", post):
-        for _ in range(3):
-            ring_attention(query, query, query, mesh=mesh)
-    return mesh.get_group().group_name, used
+def groups_of_training(dp: int, cp: int) -> tuple[str, str, str]:
+    dims = ParallelDims(
+        dp_replicate=1, dp_shard=dp, cp=cp, tp=1, pp=1, ep=1, etp=1, world_size=dp * cp
+    )
+    dims.build_mesh()
+    give_ring_its_group(dims, timedelta(seconds=60))
+    return tuple(dims.get_mesh(axis).get_group().group_name for axis in ("cp", "fsdp", "loss"))
 
 
-def test_a_ring_has_its_own_group():
-    for of_mesh, used in run_ranks(2, groups_of_hops):
-        assert len(used) == 3 * 4
-        assert len(set(used)) == 1
-        assert of_mesh not in used
+@pytest.mark.parametrize(("dp", "cp"), [(1, 2), (2, 2)])
+def test_training_gives_the_ring_a_group_of_its_own(dp, cp):
+    for ring, fsdp, loss in run_ranks(dp * cp, groups_of_training, dp, cp):
+        assert ring not in (fsdp, loss)
 
 
-def limits_of_hops():
-    """Time limits of the ring's group, before and after that of the mesh's group changed."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    query = torch.randn(1, 2, 4, 8)
-    limits = []
-    for seconds in (50, 20, 70):
-        _set_pg_timeout(timedelta(seconds=seconds), mesh.get_group())
-        ring_attention(query, query, query, mesh=mesh)
-        (ring,) = ops._rings.values()
-        limits.append(time_limit(ring.group, query.device).total_seconds())
-    return limits
+def check_rank_order() -> None:
+    """A mesh whose ranks are not in the world's order: tokens follow the mesh."""
+    group = dist.new_group([1, 0], sort_ranks=False)
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("cp",))
+    q, k, v, _ = random_inputs(1, (2, 1), 10, 8, torch.float64)
+    local = [shard_sequence(x, mesh=mesh, dim=2) for x in (q, k, v)]
+    out = unshard_sequence(ring_attention(*local, mesh=mesh), mesh=mesh, dim=2)
+    check_close("out", out, reference_attention(q, k, v))
 
 
-def test_its_time_limit_follows_the_meshs():
-    assert run_ranks(2, limits_of_hops) == [[50, 20, 70]] * 2
+def test_ranks_in_the_order_of_the_mesh():
+    run_ranks(2, check_rank_order)
+
+
+def check_uneven_memberships() -> None:
+    """Ranks of one ring that belong to different numbers of other groups."""
+    dist.new_group([0, 2])
+    mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("cp",))
+    if dist.get_rank() < 2:
+        x = torch.randn(1, 2, 3, 8)
+        ring_attention(x, x, x, mesh=mesh)
+
+
+def test_members_of_other_groups():
+    run_ranks(3, check_uneven_memberships)
+
+
+def check_nothing_left() -> None:
+    before = len(dist.distributed_c10d._world.pg_map)
+    x = torch.randn(1, 2, 3, 8)
+    for _ in range(3):
+        group = dist.new_group([0, 1])
+        ring_attention(x, x, x, mesh=DeviceMesh.from_group(group, "cpu", mesh_dim_names=("cp",)))
+        dist.destroy_process_group(group)
+        del group
+    gc.collect()
+    assert len(dist.distributed_c10d._world.pg_map) == before
+    assert len(ops._buffers) <= 1
+
+
+def test_a_destroyed_group_leaves_nothing_behind():
+    run_ranks(2, check_nothing_left)
+
+
+def check_after_a_failed_kernel() -> None:
+    """All ranks fail alike, at each step, forward and backward; the next ring is exact."""
+    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("cp",))
+    kernel = KERNELS["cpu"]
+    q, k, v, _ = random_inputs(1, (2, 1), 12, 8, torch.float64)
+    local = [shard_sequence(x, mesh=mesh, dim=2).requires_grad_() for x in (q, k, v)]
+    for name in ("attend", "attend_backward"):
+        for step in range(3):
+            calls = iter(range(100))
+            original = getattr(kernel, name)
+
+            def failing(*args, calls=calls, original=original, step=step):
+                if next(calls) == step:
+                    raise MemoryError
+                return original(*args)
+
+            setattr(kernel, name, failing)
+            try:
+                with pytest.raises(MemoryError):
+                    ring_attention(*local, mesh=mesh).sum().backward()
+            finally:
+                delattr(kernel, name)
+            out = unshard_sequence(ring_attention(*local, mesh=mesh), mesh=mesh, dim=2)
+            check_close("out", out.detach(), reference_attention(q, k, v))
+
+
+def test_a_kernel_that_fails_leaves_no_hop_under_way():
+    run_ranks(3, check_after_a_failed_kernel, timeout=60)
+
+
+def check_other_mesh() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "cp"))
+    other = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("tp", "cp"))["cp"]
+    x = distribute_tensor(torch.randn(1, 2, 8, 8), mesh, (Shard(1), Shard(2)))
+    with pytest.raises(ValueError, match="axis 'cp' of the DTensors' mesh"):
+        ring_attention(x, x, x, mesh=other)
+
+
+def test_a_ring_of_other_ranks_than_the_dtensors_is_refused():
+    run_ranks(4, check_other_mesh)

@@ -54,7 +54,7 @@ def test_gradients_through_autograd():
         (lambda q, k, v: (q[:, :3], k, v), "query heads must be a multiple of key heads"),
         (lambda q, k, v: (q, k[:, :0], v[:, :0]), "query heads must be a multiple of key heads"),
         (lambda q, k, v: (q, k.double(), v), "must have one dtype"),
-        (lambda q, k, v: (q.long(), k.long(), v.long()), "floating-point"),
+        (lambda q, k, v: (q.long(), k.long(), v.long()), "float16, bfloat16"),
         (lambda q, k, v: (q, k.to("meta"), v), "must be on one device"),
     ],
 )
@@ -74,6 +74,18 @@ def test_impossible_options_are_refused():
         ring_attention(q, k, v, mesh=None, documents=short)
     with pytest.raises(ValueError, match="kernel = 'bogus'"):
         ring_attention(q, k, v, mesh=None, kernel="bogus")
+    for scale in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=r"scale = .*: must be a finite number above 0"):
+            ring_attention(q, k, v, mesh=None, scale=scale)
+    for layout in ("striped", Striped, None):
+        with pytest.raises(ValueError, match=r"layout = .*allowed are Striped"):
+            ring_attention(q, k, v, mesh=None, layout=layout)
+    with pytest.raises(ValueError, match="documents must be a Documents, not a list"):
+        ring_attention(q, k, v, mesh=None, documents=[[0, 12]])
+    with pytest.raises(ValueError, match="mesh must be a DeviceMesh or None, not a str"):
+        ring_attention(q, k, v, mesh="cp")
+    with pytest.raises(ValueError, match="float16, bfloat16, float32 or float64; got"):
+        ring_attention(*(x.to(torch.float8_e4m3fn) for x in (q, k, v)), mesh=None)
     with pytest.raises(ValueError, match="rotate_method = 'alltoall': allowed are 'ring'"):
         ring_attention(q, k, v, mesh=None, rotate_method="alltoall")
 
@@ -81,17 +93,20 @@ def test_impossible_options_are_refused():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"attn_mask": torch.ones(12, 12)}, "attn_mask is not supported"),
-        ({"dropout_p": 0.1}, "dropout_p = 0.1 is not supported"),
-        ({"is_causal": False}, "attention is always causal"),
+        ({"attn_mask": torch.ones(12, 12)}, "attn_mask = a tensor is not supported"),
+        ({"dropout_p": 0.1}, "dropout_p = 0.1 is not supported: attention is causal"),
+        ({"is_causal": False}, "is_causal = False is not supported"),
+        ({"window_size": 128}, "window_size = 128 is not supported"),
+        ({"bias": 1}, "bias = 1 is not supported"),
         ({"enable_gqa": False}, "need enable_gqa = True"),
     ],
 )
 def test_module_refuses_what_the_ring_does_not_have(arguments, message):
     with pytest.raises(ValueError, match=message):
         RingAttention(None)(*qkv(), **{"enable_gqa": True, **arguments})
-    with pytest.raises(TypeError, match="window"):
-        RingAttention(None)(*qkv(), window_size=128)
+    if "enable_gqa" not in arguments:
+        with pytest.raises(ValueError, match=message):
+            ring_attention(*qkv(), mesh=None, **arguments)
 
 
 def test_unknown_options_are_refused_when_the_module_is_built():
@@ -155,3 +170,24 @@ def test_selective_checkpointing_can_keep_the_rings_output(monkeypatch):
     recomputed, calls_recomputed = run()
     assert (calls_kept, calls_recomputed) == (1, 2)
     assert torch.equal(kept, recomputed)
+
+
+def test_options_at_the_value_that_the_ring_implies_are_accepted():
+    q, k, v = qkv()
+    plain = ring_attention(q, k, v, mesh=None)
+    options = {"attn_mask": None, "dropout_p": 0.0, "is_causal": True, "window_size": (-1, -1)}
+    assert torch.equal(ring_attention(q, k, v, mesh=None, **options), plain)
+
+
+def test_the_log_sum_exp_carries_no_gradient():
+    q, k, v = (x.requires_grad_() for x in qkv())
+    _, lse = ops.ring_attention_op(q, k, v, None, "striped:1", "", 0.3, "ring", "auto")
+    assert not lse.requires_grad
+
+
+def test_autocast_leaves_the_op_alone():
+    q, k, v = qkv()
+    want = ring_attention(q, k, v, mesh=None, kernel="reference")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = ring_attention(q, k, v, mesh=None, kernel="reference")
+    assert torch.equal(got, want)

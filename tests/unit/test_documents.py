@@ -26,6 +26,9 @@ def test_rows_are_padded_with_the_sequence_length():
         [[1, 8]],
         [[0, 5, 4, 8]],
         [[0, 8], [0, 9]],
+        [[0, 7.9, 8]],
+        [0, 8],
+        [["0", "8"]],
     ],
 )
 def test_impossible_boundaries_are_refused(rows):
@@ -51,3 +54,21 @@ def test_pytree_splits_the_batch_as_pipeline_parallelism_does():
     second = tree_map(lambda x: x[1:], documents)
     assert isinstance(second, Documents)
     assert second.boundaries.tolist() == [[0, 8, 8]]
+
+
+def test_a_tensor_of_cumulative_lengths_will_do():
+    assert Documents.from_cu_seqlens(torch.tensor([[0, 3, 8]])).boundaries.tolist() == [[0, 3, 8]]
+
+
+def test_documents_own_their_boundaries():
+    boundaries = torch.tensor([[0, 3, 8]])
+    documents = Documents(boundaries)
+    boundaries[0, 1] = 5
+    assert documents.boundaries.tolist() == [[0, 3, 8]]
+
+
+def test_the_message_about_many_documents_is_short():
+    cuts = [[0, *range(1, 100_000), 5]]
+    with pytest.raises(ValueError, match="in row 0") as error:
+        Documents.from_cu_seqlens(cuts)
+    assert len(str(error.value)) < 300

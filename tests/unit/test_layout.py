@@ -72,6 +72,14 @@ def test_odd_shard_needs_no_factor_of_two():
     assert Striped(64).divisor(3) == 192
 
 
-def test_block_size_must_be_positive():
-    with pytest.raises(ValueError, match="block_size = 0"):
-        Striped(0)
+@pytest.mark.parametrize("block_size", [0, -1, 2.0, True, "2"])
+def test_block_size_must_be_a_positive_integer(block_size):
+    with pytest.raises(ValueError, match="block_size = "):
+        Striped(block_size)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: x.spec)
+@pytest.mark.parametrize("rank", [-1, 2, 3])
+def test_a_rank_outside_the_ring_has_no_positions(layout, rank):
+    with pytest.raises(ValueError, match=r"is not in a ring of 2: 0 to 1"):
+        layout.positions(256, 2, rank)

@@ -151,6 +151,18 @@ def test_balance_at_eight_ranks(lengths, contiguous, headtail, blocks, tokens):
         assert busy_share(layout, 8, lengths) == pytest.approx(share, abs=6e-4), layout
 
 
+@pytest.mark.parametrize("world_size", [2, 8, 32])
+@pytest.mark.parametrize("length", [64, 100, 128, 1024, 1025])
+def test_balance_of_equal_documents(world_size, length):
+    """The worst case: every document starts on the same rank, which has a token more to see.
+
+    A document of n = L/P tokens a rank is then balanced to n / (n + 1), so to P/L at least.
+    """
+    lengths = [length] * (8192 // length)
+    lengths[-1] += -sum(lengths) % world_size
+    assert busy_share(Striped(), world_size, lengths) > 1 - 1.01 * world_size / length
+
+
 @pytest.mark.parametrize(("world_size", "num_documents"), [(4, 20), (16, 33)])
 def test_balance_of_ragged_documents(world_size, num_documents):
     """Stripes stay balanced for any packing; layouts of long runs do not."""
