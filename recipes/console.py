@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 import warnings
 
 from torchtitan.tools.logging import init_logger, logger
@@ -33,6 +34,8 @@ def init_console(config: StripedJobConfig, rank: int, world_size: int) -> None:
     init_logger()
     if str(rank) not in os.environ["LOG_RANK"].split(","):
         logger.setLevel(logging.ERROR)
+    if not sys.stderr.isatty():  # a file, or a pipe
+        config.metrics.disable_color_printing = True
     for message in _KNOWN_WARNINGS:
         warnings.filterwarnings("ignore", message=message, category=UserWarning)
     # torchrun sets it, torchtitan sets it to its own value and warns that it does.

@@ -27,6 +27,8 @@ def main(args: Sequence[str]) -> None:
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     debug = "--debug" in args
+    if "RANK" not in os.environ and not {"--help", "-h"} & set(args):
+        refuse("train.py: start it with torchrun --nproc_per_node N train.py ...", rank)
     try:
         config = load_config([arg for arg in args if arg != "--debug"], world_size)
     except ValueError as error:

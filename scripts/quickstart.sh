@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # From a fresh machine to a finished training run; see --help.
 set -euo pipefail
+call_folder=$PWD
 cd "$(dirname "$0")/.."
 
 usage() {
@@ -18,7 +19,7 @@ later) that makes it; the default is python3.
 HELP
 }
 
-dump_folder=outputs/quickstart/$(date +%Y%m%d-%H%M%S)
+dump_folder=$PWD/outputs/quickstart/$(date +%Y%m%d-%H%M%S)
 previous=
 for argument in "$@"; do
     case $argument in
@@ -31,6 +32,9 @@ for argument in "$@"; do
     [[ $previous != --job.dump_folder ]] || dump_folder=$argument
     previous=$argument
 done
+
+# Named by its whole path: the folder of the call is not the repository's.
+[[ $dump_folder == /* ]] || dump_folder=$call_folder/$dump_folder
 
 scripts/install.sh
 source .venv/bin/activate
@@ -49,11 +53,7 @@ fi
 
 # One thread per rank, which torchrun would choose too, but not without a banner.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-torchrun --nproc_per_node "$ranks" train.py "${settings[@]}" --job.dump_folder "$dump_folder" "$@"
+torchrun --nproc_per_node "$ranks" train.py "${settings[@]}" "$@" --job.dump_folder "$dump_folder"
 
-cat <<END
-
-Done. The TensorBoard files are in $dump_folder/tb; look at them with
-
-    .venv/bin/tensorboard --logdir $dump_folder/tb --host localhost
-END
+printf '\nDone. The TensorBoard files are in %s; look at them with\n\n    %q --logdir %q --host localhost\n' \
+    "$dump_folder/tb" "$PWD/.venv/bin/tensorboard" "$dump_folder/tb"
