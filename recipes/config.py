@@ -328,11 +328,12 @@ def _parse(args: Sequence[str], table: dict[str, Any]) -> StripedJobConfig:
 
 def _config_file(args: Sequence[str]) -> str | None:
     names = ("--job.config_file", "--job.config-file")
+    path = None
     for i, arg in enumerate(args):
         name, equals, value = arg.partition("=")
-        if name in names:
-            return value if equals else (args[i + 1] if i + 1 < len(args) else None)
-    return None
+        if name in names:  # the last one counts, as for every other setting
+            path = value if equals else (args[i + 1] if i + 1 < len(args) else None)
+    return path
 
 
 def _read_toml(path: str) -> dict[str, Any]:
@@ -345,6 +346,8 @@ def _read_toml(path: str) -> dict[str, Any]:
             raise ValueError(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from None
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"{path}: not valid TOML: {error}") from None
+        except RecursionError:
+            raise ValueError(f"{path}: not valid TOML: nested too deeply") from None
 
 
 def _origin(key: str, path: str | None, table: dict[str, Any], args: Sequence[str]) -> str:

@@ -33,7 +33,7 @@ def check_config(config: "StripedJobConfig") -> None:
 def _check_activation_checkpoint(config: "StripedJobConfig") -> None:
     settings = config.activation_checkpoint
     option = settings.selective_ac_option
-    if option != "op" and not (option.isdigit() and int(option) >= 1):
+    if option != "op" and not (option.isdecimal() and option.isascii() and int(option) >= 1):
         key = "activation_checkpoint.selective_ac_option"
         raise InvalidSetting(key, option, "unknown value", '"op", or every how many blocks: "2"')
     compiled = config.compile.enable and "model" in config.compile.components

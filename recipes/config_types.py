@@ -68,6 +68,8 @@ def _matches(value: object, kind: Any) -> bool:
     if get_origin(kind) is list:
         (item,) = get_args(kind)
         return isinstance(value, list) and all(_matches(v, item) for v in value)
+    if type(value) is int and abs(value) >= 2**63:
+        return False  # of more than 64 bits, like a TOML integer must not be
     if kind is float:
         return type(value) in (int, float)
     return type(value) is kind  # not isinstance: True is an int to Python, not to a user
@@ -81,8 +83,8 @@ def _describe(kind: Any) -> str:
     if get_origin(kind) is list:
         return f"a list, each {_describe(*get_args(kind))}"
     return {
-        int: 'an integer (1000000, not 1e6 or "1000000")',
-        float: "a number",
+        int: 'an integer of 64 bits (1000000, not 1e6 or "1000000")',
+        float: "a number, an integer one of 64 bits",
         bool: "true or false",
         str: "a string",
     }[kind]

@@ -40,13 +40,15 @@ def check_host(config: "StripedJobConfig") -> None:
 def _check_writable(dump_folder: str) -> Path:
     """Check that the folder can be made and written to; returns the part of it that exists."""
     existing = Path(dump_folder).absolute()
-    while not existing.exists():
-        existing = existing.parent
     try:
+        if "\0" in dump_folder:
+            raise ValueError("it has a null byte")
+        while not existing.exists():
+            existing = existing.parent
         with tempfile.TemporaryFile(dir=existing) as file:
             file.write(b"0")
-    except OSError as error:
-        why = f"{existing} cannot be written to ({error.strerror})"
+    except (OSError, ValueError) as error:
+        why = f"cannot be written to ({getattr(error, 'strerror', None) or error})"
         allowed = "a folder that every rank can write to"
         raise InvalidSetting("job.dump_folder", dump_folder, why, allowed) from None
     return existing

@@ -4,6 +4,7 @@ Raises `InvalidSetting` like `recipes.config_checks`, which calls this.
 """
 
 import math
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from recipes.config_types import InvalidSetting, choices, toml
@@ -79,8 +80,14 @@ _NOT_EMPTY = (
     "model.hf_assets_path",
     "training.text_column",
     "validation.text_column",
-    "checkpoint.folder",
     "checkpoint.initial_load_path",
+)
+_FOLDERS_IN_DUMP_FOLDER = (
+    "checkpoint.folder",
+    "metrics.save_tb_folder",
+    "profiling.save_traces_folder",
+    "profiling.save_memory_snapshot_folder",
+    "comm.save_traces_folder",
 )
 _ONE_OF: dict[str, tuple[str, ...]] = {
     "optimizer.name": ("Adam", "AdamW"),
@@ -149,6 +156,11 @@ def _check_ranges(config: "StripedJobConfig") -> None:
     for key in _NOT_EMPTY:
         if get(config, key) == "":
             raise InvalidSetting(key, "", "empty", "a name")
+    for key in _FOLDERS_IN_DUMP_FOLDER:
+        folder = PurePath(get(config, key))
+        if not folder.name or folder.is_absolute() or ".." in folder.parts or "\0" in str(folder):
+            allowed = "a relative path without .."
+            raise InvalidSetting(key, str(folder), "not a folder in job.dump_folder", allowed)
     if config.checkpoint.keep_latest_k == 1:
         why = "the one that is kept may be the one that is being written"
         raise InvalidSetting("checkpoint.keep_latest_k", 1, why, "0 for all, or at least 2")

@@ -1,5 +1,6 @@
 """Refuse data settings that cannot work, before any process group exists."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from recipes.data.records import SUFFIXES
 from recipes.data.resume import check_checkpoint
 from recipes.data.shards import is_shard_folder
 
+_HUB_NAME = re.compile(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+")
 _NAMES = '"sample", "local" with dataset_path, {}, or owner/name of a Hugging Face dataset'
 
 
@@ -38,7 +40,7 @@ def _check_settings(config: Any, section: str) -> None:
     name, path = data.dataset, data.dataset_path
     if name == "local":
         _check_path(section, path)
-    elif name != "sample" and name not in DATASETS and "/" not in name:
+    elif name != "sample" and name not in DATASETS and not _HUB_NAME.fullmatch(name):
         allowed = _NAMES.format(", ".join(f'"{n}"' for n in DATASETS))
         raise InvalidSetting(f"{section}.dataset", name, "unknown dataset", allowed)
     elif path is not None and name not in DATASETS:

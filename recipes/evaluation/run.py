@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from recipes.checkpoint_files import load_without_code
 from recipes.config import StripedJobConfig
 from recipes.llama3 import train_spec
 from recipes.trainer import StripedTrainer
@@ -10,6 +11,7 @@ from recipes.trainer import StripedTrainer
 def evaluate(config: StripedJobConfig) -> None:
     """Load and measure; prints a table on the rank that logs, writes files on rank 0."""
     train_spec.register()
+    load_without_code()
     trainer = StripedTrainer(config)
     try:
         loaded = trainer.checkpointer.load(step=config.checkpoint.load_step)

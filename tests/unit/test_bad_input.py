@@ -53,6 +53,19 @@ FILES = [
     ("[training]\nseq_len = 1e6\n", "training.seq_len = 1000000.0: wrong type"),
     ("[training]\nsteps = 2024-01-01\n", "training.steps = 2024-01-01: wrong type"),
     ("[training]\nsteps = [1]\n", "training.steps = [1]: wrong type"),
+    (f"[optimizer]\nlr = {10**400}\n", "wrong type or value; allowed: a number"),
+    (f"[training]\nsteps = {2**63}\n", "training.steps = 9223372036854775808: wrong type"),
+    ("a = " + "[" * 100_000, "not valid TOML: nested too deeply"),
+    ('[job]\ndump_folder = "' + "x" * 5000 + '"\n', "cannot be written to (File name too long)"),
+    ('[job]\ndump_folder = "a\\u0000b"\n', "cannot be written to (it has a null byte)"),
+    ('[checkpoint]\nfolder = "../elsewhere"\n', "not a folder in job.dump_folder"),
+    ('[metrics]\nsave_tb_folder = "/etc"\n', "not a folder in job.dump_folder"),
+    ('[metrics]\nsave_tb_folder = ""\n', "not a folder in job.dump_folder"),
+    ('[training]\ndataset = "../../etc"\n', "unknown dataset"),
+    (
+        '[activation_checkpoint]\nmode = "selective"\nselective_ac_option = "\u00b2"\n',
+        "selective_ac_option",
+    ),
     ("[training]\ndataset_path = 5\n", "training.dataset_path = 5: wrong type"),
     ("[checkpoint]\nexclude_from_loading = [1]\n", "a list, each a string"),
     ('[checkpoint]\nasync_mode = "on"\n', '"disabled", "async", "async_with_pinned_mem"'),
@@ -118,7 +131,7 @@ SETTINGS = [
     ("checkpoint.interval", "0", "at least 1"),
     ("checkpoint.keep_latest_k", "1", "0 for all, or at least 2"),
     ("checkpoint.load_step", "-2", "-1 or at least 0"),
-    ("checkpoint.folder", "", "empty"),
+    ("checkpoint.folder", "", "not a folder in job.dump_folder"),
     ("checkpoint.create_seed_checkpoint", None, "set checkpoint.enable = true"),
     ("checkpoint.initial_load_path", "no/where", "checkpoint.enable"),
     ("job.dump_folder", "", "empty"),
@@ -338,8 +351,18 @@ def test_documents_prepared_with_another_tokenizer(monkeypatch, capfd, tmp_path)
 
 def test_debug_shows_where(monkeypatch, capfd) -> None:
     monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("RANK", "0")
     with pytest.raises(SystemExit):
         main(["--job.config_file", RECIPE, "--training.steps", "0", "--debug"])
     error = capfd.readouterr().err
     assert "Traceback" in error
     assert error.splitlines()[-1].endswith("allowed: at least 1")
+
+
+def test_a_run_without_torchrun_says_how_to_start(monkeypatch, capfd) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit) as stopped:
+        main(["--job.config_file", RECIPE])
+    assert stopped.value.code == 2
+    line = "train.py: start it with torchrun --nproc_per_node N train.py ...\n"
+    assert capfd.readouterr().err == line
