@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from recipes.batch import BatchSharder
 from recipes.config import load_config
 from striped_cp import Striped
 
 
-class FakeMesh:
+class FakeMesh(DeviceMesh):
     """Size and rank of a cp mesh, which is all that selecting tokens needs."""
 
     ndim = 1

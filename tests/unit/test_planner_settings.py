@@ -122,7 +122,11 @@ def test_pipeline_stages(overrides, stages):
     [
         (("--training.enable_cpu_offload",), "enable_cpu_offload = true: the planner does not"),
         (
-            (*PIPELINE, "--parallelism.pipeline_parallel_schedule", "ZBVZeroBubble"),
+            (
+                *PIPELINE,
+                *("--activation_checkpoint.mode", "none"),
+                *("--parallelism.pipeline_parallel_schedule", "ZBVZeroBubble"),
+            ),
             'schedule = "ZBVZeroBubble": the planner knows 1F1B, GPipe, Interleaved1F1B',
         ),
         (

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan.distributed import ParallelDims
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from recipes import offload
+from recipes import checkpoint_files, offload
 from recipes.config import load_config
 from recipes.llama3.args import FLAVORS
 from recipes.llama3.model import Transformer
@@ -94,6 +94,8 @@ def test_builds_for_its_ranks(name, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**50))
     # Not 800 GB of weights: tests/unit/test_weights_checks.py has what is checked of them.
     monkeypatch.setattr(checks, "loads_hf", lambda config: False)
+    # Nor the checkpoint of the stage before: tests/unit/test_bad_input.py.
+    monkeypatch.setattr(checkpoint_files, "checkpoint_to_load", lambda config: None)
     put_files_in_place(settings_of(name))
     ranks = launched_ranks(name)
     config = load_config(["--job.config_file", str(path(name))], ranks)
