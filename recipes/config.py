@@ -1,9 +1,9 @@
 """The TOML schema, and how a run reads it.
 
 The schema is torchtitan 0.2.2's `JobConfig` with five sections more: `striped_cp`, `documents`,
-`rope`, `memory`, and `evaluation`. `load_config` reads a TOML file and command-line overrides through
-torchtitan's own parser, between the checks of `config_types` and `config_checks`. Nothing here
-touches a process group or a device: the planner reads its TOML the same way as the trainer.
+`rope`, `memory`, and `evaluation`. `load_config` reads a TOML file and command-line overrides
+through torchtitan's own parser, between the checks of `config_types` and `config_checks`. Nothing
+here touches a process group or a device: the planner reads its TOML the same way as the trainer.
 """
 
 import contextlib

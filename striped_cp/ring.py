@@ -11,17 +11,16 @@ and are home after P hops.
     rank 2     k2 v2    k1 v1    k0 v0
 
 `attention_forward` and `attention_backward` are the algorithm; a `Ring` is how ranks talk:
-`ProcessGroupRing` over torch.distributed, `loopback` with all P ranks as threads of one process.
+`ProcessGroupRing` over torch.distributed, or all P ranks as threads of one process (loopback.py).
 """
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -357,86 +356,3 @@ class SingleRing(Ring):
 
     def all_to_all(self, out: Tensor, x: Tensor) -> Pending:
         raise AssertionError("a ring of one rank has nothing to exchange")
-
-
-T = TypeVar("T")
-
-
-def loopback(world_size: int, run: Callable[[Ring], T]) -> list[T]:
-    """Run all ranks of a ring in one process on one device, a thread each; results by rank.
-
-    The same algorithm as over a process group, for tests and measurements at any P.
-    """
-    shared = _Shared(world_size)
-    results: list[Any] = [None] * world_size
-    errors: list[BaseException] = []
-
-    def rank_main(rank: int) -> None:
-        try:
-            results[rank] = run(_LoopbackRing(rank, shared))
-        except threading.BrokenBarrierError:
-            pass  # another rank failed first
-        except BaseException as error:
-            errors.append(error)
-            shared.barrier.abort()
-
-    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return results
-
-
-class _Shared:
-    def __init__(self, world_size: int) -> None:
-        self.barrier = threading.Barrier(world_size)
-        self.sent: list[Sequence[Tensor]] = [()] * world_size
-
-
-class _LoopbackRing(Ring):
-    def __init__(self, rank: int, shared: _Shared) -> None:
-        super().__init__(rank, len(shared.sent))
-        self.shared = shared
-
-    def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor]) -> Pending:
-        def deliver(sent: list[Sequence[Tensor]]) -> None:
-            for mine, theirs in zip(receive, sent[self.rank - 1], strict=True):
-                mine.copy_(theirs)
-
-        return _Delivery(self, send, deliver)
-
-    def all_gather(self, out: Tensor, x: Tensor) -> Pending:
-        def deliver(sent: list[Sequence[Tensor]]) -> None:
-            for rank, (theirs,) in enumerate(sent):
-                out[rank] = theirs
-
-        return _Delivery(self, (x,), deliver)
-
-    def all_to_all(self, out: Tensor, x: Tensor) -> Pending:
-        def deliver(sent: list[Sequence[Tensor]]) -> None:
-            for rank, (theirs,) in enumerate(sent):
-                out[rank] = theirs[self.rank]
-
-        return _Delivery(self, (x,), deliver)
-
-
-class _Delivery:
-    """Ranks meet, copy what was sent to them, and meet again before anyone may overwrite it."""
-
-    def __init__(
-        self,
-        ring: _LoopbackRing,
-        send: Sequence[Tensor],
-        deliver: Callable[[list[Sequence[Tensor]]], None],
-    ) -> None:
-        self.ring, self.send, self.deliver = ring, send, deliver
-
-    def wait(self) -> None:
-        shared = self.ring.shared
-        shared.sent[self.ring.rank] = self.send
-        shared.barrier.wait()
-        self.deliver(shared.sent)
-        shared.barrier.wait()

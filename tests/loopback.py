@@ -7,7 +7,8 @@ from torch import Tensor
 
 from striped_cp import Documents, Layout
 from striped_cp.kernels import KERNELS
-from striped_cp.ring import Ring, attention_backward, attention_forward, loopback
+from striped_cp.loopback import loopback
+from striped_cp.ring import Ring, attention_backward, attention_forward
 from striped_cp.tiles import tiles_of_rank
 
 

@@ -9,6 +9,7 @@ document is found in `text()` and raised as `BadDocument`, naming file, line and
 import gzip
 import json
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -42,7 +43,7 @@ class BadDocument(ValueError):
 
 
 @dataclass(frozen=True)
-class Record:
+class Record(ABC):
     """One document of a file.
 
     Attributes:
@@ -68,8 +69,8 @@ class Record:
             raise BadDocument(self.place, "the document is empty")
         return text
 
-    def _decode(self) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def _decode(self) -> str: ...
 
     def _utf8(self, raw: bytes) -> str:
         try:

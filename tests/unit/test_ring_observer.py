@@ -8,8 +8,9 @@ import torch
 from recipes.metrics.ring_clock import HostRingClock
 from striped_cp import RingObserver, Striped, observe, ring_attention
 from striped_cp.kernels import KERNELS
+from striped_cp.loopback import loopback
 from striped_cp.observe import observed
-from striped_cp.ring import Ring, attention_backward, attention_forward, loopback
+from striped_cp.ring import Ring, attention_backward, attention_forward
 from striped_cp.tiles import tiles_of_rank
 from tests.loopback import random_inputs
 

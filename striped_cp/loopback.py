@@ -1,0 +1,93 @@
+"""All ranks of a ring in one process on one device, a thread each.
+
+The same algorithm as over a process group, for tests and measurements at any P.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from .ring import Pending, Ring
+
+T = TypeVar("T")
+
+
+def loopback(world_size: int, run: Callable[[Ring], T]) -> list[T]:
+    """Call `run` on every rank of a ring of `world_size`; the results by rank."""
+    shared = _Shared(world_size)
+    results: list[Any] = [None] * world_size
+    errors: list[BaseException] = []
+
+    def rank_main(rank: int) -> None:
+        try:
+            results[rank] = run(_LoopbackRing(rank, shared))
+        except threading.BrokenBarrierError:
+            pass  # another rank failed first
+        except BaseException as error:
+            errors.append(error)
+            shared.barrier.abort()
+
+    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+class _Shared:
+    def __init__(self, world_size: int) -> None:
+        self.barrier = threading.Barrier(world_size)
+        self.sent: list[Sequence[Tensor]] = [()] * world_size
+
+
+class _LoopbackRing(Ring):
+    def __init__(self, rank: int, shared: _Shared) -> None:
+        super().__init__(rank, len(shared.sent))
+        self.shared = shared
+
+    def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor]) -> Pending:
+        def deliver(sent: list[Sequence[Tensor]]) -> None:
+            for mine, theirs in zip(receive, sent[self.rank - 1], strict=True):
+                mine.copy_(theirs)
+
+        return _Delivery(self, send, deliver)
+
+    def all_gather(self, out: Tensor, x: Tensor) -> Pending:
+        def deliver(sent: list[Sequence[Tensor]]) -> None:
+            for rank, (theirs,) in enumerate(sent):
+                out[rank] = theirs
+
+        return _Delivery(self, (x,), deliver)
+
+    def all_to_all(self, out: Tensor, x: Tensor) -> Pending:
+        def deliver(sent: list[Sequence[Tensor]]) -> None:
+            for rank, (theirs,) in enumerate(sent):
+                out[rank] = theirs[self.rank]
+
+        return _Delivery(self, (x,), deliver)
+
+
+class _Delivery:
+    """Ranks meet, copy what was sent to them, and meet again before anyone may overwrite it."""
+
+    def __init__(
+        self,
+        ring: _LoopbackRing,
+        send: Sequence[Tensor],
+        deliver: Callable[[list[Sequence[Tensor]]], None],
+    ) -> None:
+        self.ring, self.send, self.deliver = ring, send, deliver
+
+    def wait(self) -> None:
+        shared = self.ring.shared
+        shared.sent[self.ring.rank] = self.send
+        shared.barrier.wait()
+        self.deliver(shared.sent)
+        shared.barrier.wait()
