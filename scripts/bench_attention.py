@@ -12,7 +12,7 @@
 
     # whole training steps through train.py instead of attention alone; settings for it after --
     python scripts/bench_attention.py --end-to-end train_configs/debug_cpu.toml --world-size 2 \
-        --seq-len 16384 --repeats 3 -- --documents.no_mask
+        --seq-len 16384 --repeats 3 -- --documents.no_mask --rope.extrapolate
 
 In virtual mode the time of a ring is the sum over its steps of the slowest rank. The ideal, timed
 in the same run, is the kernel on the whole sequence on one device, divided by the number of ranks.

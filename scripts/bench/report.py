@@ -17,8 +17,8 @@ Row = dict[str, Any]
 def rows_of(case: Case, mode: str, samples: Samples) -> list[Row]:
     """One row per layout. Times in seconds, medians over the repeats; spreads relative to them.
 
-    kernel_limit: the largest speedup over the contiguous ring that the kernel allows for one
-    document, (c + P - 1) / (P c), where c is the time of a causal tile over that of a full one.
+    kernel_limit: the largest speedup of stripes over the contiguous ring that the kernel allows for
+    one document, (c + P - 1) / (P c), c the time of a causal tile over that of a full one.
     """
     ideal = median(samples.ideal).total
     causal, full = median(samples.causal).total, median(samples.full).total
