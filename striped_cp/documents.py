@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,8 @@ class Documents:
     Attributes:
         boundaries: int64 CPU tensor (B, N). Row b is 0 = c_0 <= c_1 <= ... <= c_{N-1} = S; document
             i of the row is [c_i, c_{i+1}). Rows with fewer documents repeat S (empty documents).
+
+    Documents with equal boundaries are equal, so that what is planned for them can be looked up.
 
     It is no tensor, so that FSDP and trainers leave it on the host, where the ring plans its kernel
     calls without synchronising; it is a pytree node, so that pipeline parallelism splits it over
@@ -57,6 +59,22 @@ class Documents:
         # A copy: plans are cached by value, and backward must see what forward saw.
         object.__setattr__(self, "boundaries", b.clone())
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Documents) and self._value() == other._value()
+
+    def __hash__(self) -> int:
+        return hash(self._value())
+
+    def _value(self) -> tuple[torch.Size, bytes]:
+        return self.boundaries.shape, self.boundaries.numpy().tobytes()
+
+    @classmethod
+    def checked_before(cls, boundaries: torch.Tensor) -> Documents:
+        """From the boundaries, or a slice of the batch of them, of documents that were checked."""
+        documents = object.__new__(cls)
+        object.__setattr__(documents, "boundaries", boundaries)
+        return documents
+
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Sequence[Sequence[int]]) -> Documents:
         """Build from one list of cumulative lengths per batch row: [[0, 700, 1024], [0, 1024]]."""
@@ -91,17 +109,10 @@ class Documents:
         return expanded - self.boundaries.gather(1, last_start)
 
 
-def _unflatten(leaves: Iterable[torch.Tensor], _context: None) -> Documents:
-    # The leaf may be a slice of the batch or a fake tensor: it was checked when first built.
-    documents = object.__new__(Documents)
-    (boundaries,) = leaves
-    object.__setattr__(documents, "boundaries", boundaries)
-    return documents
-
-
 register_pytree_node(
     Documents,
     lambda documents: ([documents.boundaries], None),
-    _unflatten,
+    # The leaf may be a slice of the batch, or a fake tensor.
+    lambda leaves, _context: Documents.checked_before(*leaves),
     serialized_type_name="striped_cp.Documents",
 )

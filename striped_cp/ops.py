@@ -40,15 +40,18 @@ def _ring(group_name: str) -> Ring:
     return ProcessGroupRing(group, _buffers.setdefault(group, {}))
 
 
-def _plan(
-    query: Tensor, boundaries: Tensor | None, layout_spec: str, kernel_name: str, ring: Ring
-) -> tuple[tuple[Tile, ...], Kernel]:
+def _prepare(
+    query: Tensor, boundaries: Tensor | None, layout_spec: str, group_name: str, kernel_name: str
+) -> tuple[tuple[Tile, ...], Kernel, Ring]:
+    """What one direction of the ring needs, in the order of its arguments."""
+    ring = _ring(group_name)
     layout = layout_from_spec(layout_spec)
-    documents = None if boundaries is None else Documents(boundaries)
+    documents = None if boundaries is None else Documents.checked_before(boundaries)
     seq_len = query.shape[2] * ring.world_size
     tiles = tiles_of_rank(layout, seq_len, ring.world_size, ring.rank, documents)
     request = Request(query.device.type, query.dtype, query.shape[3], layout, documents)
-    return tiles, choose_kernel(kernel_name, request)
+    ring, kernel = observed(ring, choose_kernel(kernel_name, request))
+    return tiles, kernel, ring
 
 
 @torch.library.custom_op("striped_cp::ring_attention", mutates_args=())
@@ -74,11 +77,9 @@ def ring_attention_op(
     Returns:
         out (B, H, S/P, D) and lse (B, H, S/P); lse carries no gradient.
     """
-    ring = _ring(group_name)
-    tiles, chosen = _plan(query, boundaries, layout, kernel, ring)
-    ring, chosen = observed(ring, chosen)
+    prepared = _prepare(query, boundaries, layout, group_name, kernel)
     with torch.autocast(query.device.type, enabled=False):
-        return attention_forward(query, key, value, tiles, chosen, ring, scale, rotate_method)
+        return attention_forward(query, key, value, *prepared, scale, rotate_method)
 
 
 @ring_attention_op.register_fake
@@ -105,12 +106,10 @@ def ring_attention_backward_op(
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv); arguments as in `ring_attention`, plus its results and the gradient of out."""
-    ring = _ring(group_name)
-    tiles, chosen = _plan(query, boundaries, layout, kernel, ring)
-    ring, chosen = observed(ring, chosen)
+    prepared = _prepare(query, boundaries, layout, group_name, kernel)
     with torch.autocast(query.device.type, enabled=False):
         return attention_backward(
-            grad_out, query, key, value, out, lse, tiles, chosen, ring, scale, rotate_method
+            grad_out, query, key, value, out, lse, *prepared, scale, rotate_method
         )
 
 

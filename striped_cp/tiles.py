@@ -85,6 +85,8 @@ class Tile:
         return sum(p.pairs for p in self.passes)
 
 
+# Enough for the microbatches a pipeline schedule keeps in flight, plus validation.
+@lru_cache(maxsize=64)
 def tiles_of_rank(
     layout: Layout, seq_len: int, world_size: int, rank: int, documents: Documents | None = None
 ) -> tuple[Tile, ...]:
@@ -96,37 +98,11 @@ def tiles_of_rank(
     Raises:
         ValueError: S does not suit the layout, or documents do not end at S.
     """
-    if documents is None:
-        key = None
-    else:
-        if documents.seq_len != seq_len:
-            raise ValueError(
-                f"documents end at {documents.seq_len}, but the sequence has {seq_len} tokens"
-            )
-        key = (documents.boundaries.shape, documents.boundaries.numpy().tobytes())
-    return _cached_tiles(layout, seq_len, world_size, rank, _ByValue(key, documents))
-
-
-class _ByValue:
-    """Documents compared by their boundaries' bytes, so that equal batches share one plan."""
-
-    def __init__(self, key: object, documents: Documents | None) -> None:
-        self.key, self.documents = key, documents
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ByValue) and self.key == other.key
-
-
-# Enough for the microbatches a pipeline schedule keeps in flight, plus validation.
-@lru_cache(maxsize=64)
-def _cached_tiles(
-    layout: Layout, seq_len: int, world_size: int, rank: int, by_value: _ByValue
-) -> tuple[Tile, ...]:
     layout.check(seq_len, world_size)
-    documents = by_value.documents
+    if documents is not None and documents.seq_len != seq_len:
+        raise ValueError(
+            f"documents end at {documents.seq_len}, but the sequence has {seq_len} tokens"
+        )
     key_ranks = [(rank - step) % world_size for step in range(world_size)]
     return tuple(
         Tile(
