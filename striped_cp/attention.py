@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .documents import Documents
 from .kernels import KERNELS
-from .layout import Contiguous, HeadTail, Layout, Striped
+from .layout import TOKEN_STRIPES, Contiguous, HeadTail, Layout, Striped
 from .ops import ring_attention_op
+from .ring import ring_group
 
 BATCH_DIM, HEAD_DIM, SEQ_DIM = 0, 1, 2
-TOKEN_STRIPES = Striped()
 
 RotateMethod = Literal["ring", "allgather"]
 FLOATING_POINT = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -120,24 +120,6 @@ def check_unsupported(options: Mapping[str, object]) -> None:
                 f"{name} = {shown} is not supported: attention is causal, within `documents` "
                 "if given, without masks, windows, biases or dropout"
             )
-
-
-def ring_group(mesh: DeviceMesh | None) -> tuple[str, int]:
-    """(process group name, P) of the ring; ("", 1) where there is nothing to send.
-
-    Raises:
-        ValueError: the mesh has more than one dimension.
-    """
-    if mesh is None:
-        return "", 1
-    if not isinstance(mesh, DeviceMesh):
-        raise ValueError(f"mesh must be a DeviceMesh or None, not a {type(mesh).__name__}")
-    if mesh.ndim != 1:
-        raise ValueError(
-            f"mesh must have one dimension, the ring's; got {mesh.mesh_dim_names or mesh.shape}. "
-            "Pass its submesh, for example mesh['cp']"
-        )
-    return ("", 1) if mesh.size() == 1 else (mesh.get_group().group_name, mesh.size())
 
 
 def _check_local(

@@ -104,6 +104,9 @@ class Striped(Layout):
         return f"striped:{self.block_size}"
 
 
+TOKEN_STRIPES = Striped()
+
+
 @dataclass(frozen=True)
 class RunLayout(Layout):
     """A layout in which every rank holds a few long runs of consecutive positions."""

@@ -76,6 +76,7 @@ class _ObservedKernel:
         self.observer.stop("attention")
         while part is not None:
             yield part
+            part = None  # free before the next kernel call, as in the ring
             self.observer.start("attention")
             part = next(parts, None)
             self.observer.stop("attention")

@@ -6,16 +6,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from .attention import (
-    TOKEN_STRIPES,
-    RotateMethod,
-    check_options,
-    check_unsupported,
-    ring_attention,
-    ring_group,
-)
+from .attention import RotateMethod, check_options, check_unsupported, ring_attention
 from .documents import Documents
-from .layout import Layout
+from .layout import TOKEN_STRIPES, Layout
+from .ring import ring_group
 
 
 class RingAttention(nn.Module):

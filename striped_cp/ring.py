@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from .kernels.base import Kernel, Region
 from .merge import OutputAccumulator, accumulate_, accumulation_dtype, empty_sequence_major
@@ -267,6 +268,24 @@ class _GatheredGradients:
 def _sequence_major(x: Tensor) -> Tensor:
     """x (B, H, n, D) with memory order (B, n, H, D): a copy only if it is not already so."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def ring_group(mesh: DeviceMesh | None) -> tuple[str, int]:
+    """(process group name, P) of the ring; ("", 1) where there is nothing to send.
+
+    Raises:
+        ValueError: the mesh has more than one dimension.
+    """
+    if mesh is None:
+        return "", 1
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(f"mesh must be a DeviceMesh or None, not a {type(mesh).__name__}")
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"mesh must have one dimension, the ring's; got {mesh.mesh_dim_names or mesh.shape}. "
+            "Pass its submesh, for example mesh['cp']"
+        )
+    return ("", 1) if mesh.size() == 1 else (mesh.get_group().group_name, mesh.size())
 
 
 class ProcessGroupRing(Ring):

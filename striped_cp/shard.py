@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .attention import TOKEN_STRIPES, ring_group
-from .layout import Layout
-from .ring import all_gather_single
+from .layout import TOKEN_STRIPES, Layout
+from .ring import all_gather_single, ring_group
 
 
 def shard_sequence(

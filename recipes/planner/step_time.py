@@ -161,14 +161,6 @@ class LayerTime:
     elementwise_forward: float
     elementwise_recompute: float
 
-    @property
-    def linear_backward(self) -> float:
-        return 2 * self.linear_forward
-
-    @property
-    def elementwise_backward(self) -> float:
-        return 2 * self.elementwise_forward
-
 
 def linear_flops_per_second(run: Run, gpu: Gpu) -> float:
     return 1e12 * gpu.matmul_tflops * LINEAR_SHARE * (FLOAT8_SPEEDUP if run.float8 else 1)

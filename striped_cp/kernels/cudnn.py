@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .base import Request
-from .dense import DenseKernel
+from .dense import DenseKernel, refuse_16_bit_cuda
 
 aten = torch.ops.aten
 
@@ -15,15 +15,10 @@ class CudnnKernel(DenseKernel):
     name = "cudnn"
 
     def refuse(self, request: Request) -> str | None:
-        if request.device_type != "cuda":
-            return f"it runs on CUDA devices, the tensors are on {request.device_type!r}"
-        if request.dtype not in (torch.float16, torch.bfloat16):
-            return f"it computes in float16 or bfloat16, not {request.dtype}"
-        if request.head_dim % 8 or request.head_dim > 128:
-            return f"head_dim must be a multiple of 8 up to 128, not {request.head_dim}"
-        if request.documents is not None:
+        reason = refuse_16_bit_cuda(request, max_head_dim=128)
+        if reason is None and request.documents is not None:
             return "it takes dense blocks only, and documents need variable-length calls"
-        return None
+        return reason
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float

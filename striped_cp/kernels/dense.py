@@ -98,6 +98,17 @@ def _give(mask: Mask, region: Region, x: Tensor) -> Tensor:
     return x.unflatten(0, (-1, region.count)).transpose(1, 2) if region.count > 1 else x
 
 
+def refuse_16_bit_cuda(request: Request, max_head_dim: int) -> str | None:
+    """Why a fused CUDA kernel of 16-bit numbers cannot serve, or None."""
+    if request.device_type != "cuda":
+        return f"it runs on CUDA devices, the tensors are on {request.device_type!r}"
+    if request.dtype not in (torch.float16, torch.bfloat16):
+        return f"it computes in float16 or bfloat16, not {request.dtype}"
+    if request.head_dim % 8 or request.head_dim > max_head_dim:
+        return f"head_dim must be a multiple of 8 up to {max_head_dim}, not {request.head_dim}"
+    return None
+
+
 def rowwise_dense(x: Tensor) -> Tensor:
     """x, copied if its last dim is strided: CUDA kernels refuse it, the CPU kernel misreads it."""
-    return x if x.stride(-1) == 1 else x.contiguous(memory_format=torch.contiguous_format)
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..tiles import COUNT, K_LEN, K_START, Q_LEN, Q_START, ROW, Mask, Pass, Tile
 from .base import Partial, PartialGradients, Region, Request
-from .dense import DenseKernel, rowwise_dense
+from .dense import DenseKernel, refuse_16_bit_cuda, rowwise_dense
 
 aten = torch.ops.aten
 
@@ -26,13 +26,7 @@ class FlashKernel(DenseKernel):
     name = "flash"
 
     def refuse(self, request: Request) -> str | None:
-        if request.device_type != "cuda":
-            return f"it runs on CUDA devices, the tensors are on {request.device_type!r}"
-        if request.dtype not in (torch.float16, torch.bfloat16):
-            return f"it computes in float16 or bfloat16, not {request.dtype}"
-        if request.head_dim % 8 or request.head_dim > 256:
-            return f"head_dim must be a multiple of 8 up to 256, not {request.head_dim}"
-        return None
+        return refuse_16_bit_cuda(request, max_head_dim=256)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
