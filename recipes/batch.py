@@ -1,7 +1,7 @@
 """A batch as the data loader yields it, to this rank's part of it."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,6 +17,27 @@ from striped_cp import Documents, Layout, shard_sequence
 def plain_loss(loss: torch.Tensor) -> torch.Tensor:
     """The value of a loss that tensor parallelism may have left as a DTensor."""
     return loss.full_tensor() if isinstance(loss, DTensor) else loss
+
+
+class Microbatch(NamedTuple):
+    """This rank's part of a batch.
+
+    tokens, labels: int64 (B, S/P). context: int64 (1 or B, S/P), number of tokens that each token
+    sees before it. kwargs: the model's other arguments, its "positions" (1 or B, S/P) and the
+    "attention_masks" of the whole sequence.
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    context: torch.Tensor
+    kwargs: dict[str, Any]
+
+    def to(self, device: torch.device | str) -> "Microbatch":
+        """On the device; documents stay on the host, where the ring plans its kernel calls."""
+        kwargs = {**self.kwargs, "positions": self.kwargs["positions"].to(device)}
+        return Microbatch(
+            self.tokens.to(device), self.labels.to(device), self.context.to(device), kwargs
+        )
 
 
 class BatchSharder:
@@ -36,19 +57,12 @@ class BatchSharder:
         self.compiled = compile_.enable and "model" in compile_.components
         self.flavor = job_config.model.flavor
 
-    def shard(
-        self, input_dict: Mapping[str, torch.Tensor], labels: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
+    def shard(self, input_dict: Mapping[str, torch.Tensor], labels: torch.Tensor) -> Microbatch:
         """
         Args:
             input_dict: "input" int64 (B, S); with packed documents also "boundaries" int64 (B, N),
                 as `Documents` takes them.
             labels: int64 (B, S), -100 where there is nothing to predict.
-
-        Returns:
-            tokens int64 (B, S/P) and labels int64 (B, S/P) of this rank; how many tokens each of
-            them sees before it, int64 (1 or B, S/P); and the model's other arguments: its
-            "positions" and the "attention_masks" of the whole sequence.
         """
         tokens = input_dict["input"]
         self._check_tokens(tokens)
@@ -62,7 +76,8 @@ class BatchSharder:
         if self.cp_mesh is not None:
             tokens = shard_sequence(tokens, mesh=self.cp_mesh, layout=self.layout)
             labels = shard_sequence(labels, mesh=self.cp_mesh, layout=self.layout)
-        return tokens, labels, context, {"positions": positions, "attention_masks": documents}
+        kwargs = {"positions": positions, "attention_masks": documents}
+        return Microbatch(tokens, labels, context, kwargs)
 
     def _check_tokens(self, tokens: torch.Tensor) -> None:
         """Tokenizers are compared before the run; files of token ids can be damaged after that."""

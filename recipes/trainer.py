@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from torchtitan.components.loss import IGNORE_INDEX
@@ -20,27 +19,16 @@ from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer
 
 from recipes import cpu_host, preemption, saving
-from recipes.batch import BatchSharder, plain_loss
+from recipes.batch import BatchSharder, Microbatch, plain_loss
 from recipes.config import StripedJobConfig
 from recipes.evaluation.gate import EvaluationGate
 from recipes.loss import collect_token_losses
 from recipes.metrics.processor import StripedMetrics
+from recipes.pipeline import pipeline_loss
 from recipes.restarts import own_store
 from recipes.ring_group import give_ring_its_group
 from recipes.startup_check import run_startup_check
 from recipes.weights.export import finish_export
-
-
-class Microbatch(NamedTuple):
-    """This rank's tokens and labels, int64 (B, S/P), and the model's other arguments.
-
-    context: int64 (1 or B, S/P), number of tokens that each token sees before it.
-    """
-
-    tokens: torch.Tensor
-    labels: torch.Tensor
-    context: torch.Tensor
-    kwargs: dict[str, Any]
 
 
 class StripedTrainer(Trainer):
@@ -160,23 +148,26 @@ class StripedTrainer(Trainer):
         microbatches = []
         count = torch.zeros((), dtype=torch.int64)
         for _ in range(self.gradient_accumulation_steps):
-            tokens, labels, context, kwargs = self.sharder.shard(*next(data_iterator))
-            count += (labels != IGNORE_INDEX).sum()
-            kwargs["positions"] = kwargs["positions"].to(self.device)
-            kwargs["labels"] = labels = labels.to(self.device)
-            context = context.to(self.device)
-            microbatches.append(Microbatch(tokens.to(self.device), labels, context, kwargs))
+            microbatch = self.sharder.shard(*next(data_iterator))
+            count += (microbatch.labels != IGNORE_INDEX).sum()
+            microbatches.append(microbatch.to(self.device))
         return microbatches, count.to(self.device)
 
     def _forward_backward(self, microbatch: Microbatch, global_tokens: float) -> torch.Tensor:
         """Gradients of one microbatch; returns its loss, summed here, divided by all tokens."""
         if self.parallel_dims.pp_enabled:
-            loss_sum = self._run_pipeline(microbatch)
+            with self.train_context():
+                loss_sum = pipeline_loss(
+                    self.pp_schedule.step,
+                    microbatch,
+                    has_first=self.pp_has_first_stage,
+                    has_last=self.pp_has_last_stage,
+                )
             return loss_sum / global_tokens
         (model,) = self.model_parts
         with self.train_context():
             with self.maybe_enable_amp:
-                prediction = model(microbatch.tokens, **microbatch.kwargs)
+                prediction = model(microbatch.tokens, **microbatch.kwargs, labels=microbatch.labels)
                 loss = self.loss_fn(prediction, microbatch.labels) / global_tokens
             del prediction  # its memory is free for the backward pass
             loss.backward()
@@ -190,22 +181,6 @@ class StripedTrainer(Trainer):
         if self.parallel_dims.dp_replicate_enabled and not self.parallel_dims.fsdp_enabled:
             (model,) = self.model_parts
             model.set_requires_gradient_sync(last)
-
-    def _run_pipeline(self, microbatch: Microbatch) -> torch.Tensor:
-        """Loss sum of the last stage; 0 on the ranks of other stages, which do not know it."""
-        losses: list[torch.Tensor] = []
-        inputs = (microbatch.tokens,) if self.pp_has_first_stage else ()
-        with self.train_context():
-            self.pp_schedule.step(
-                *inputs,
-                **microbatch.kwargs,
-                target=microbatch.labels if self.pp_has_last_stage else None,
-                losses=losses if self.pp_has_last_stage else None,
-                return_outputs=False,
-            )
-        if not self.pp_has_last_stage:
-            return torch.zeros((), device=self.device)
-        return plain_loss(torch.stack(losses).sum().detach()).to(self.device)
 
     def _divide_gradients(self, global_tokens: float) -> None:
         """The schedule runs backward from loss sums; torchtitan 0.2.2 leaves it at that."""

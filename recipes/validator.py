@@ -20,12 +20,13 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.utils import device_module, device_type
 
-from recipes.batch import BatchSharder, plain_loss
+from recipes.batch import BatchSharder, Microbatch, plain_loss
 from recipes.config import StripedJobConfig
 from recipes.data import build_validation_dataloader
 from recipes.loss import collect_token_losses
 from recipes.metrics.positions import LossByPosition
 from recipes.metrics.processor import StripedMetrics
+from recipes.pipeline import pipeline_loss
 
 
 class StripedValidator(BaseValidator):
@@ -70,15 +71,11 @@ class StripedValidator(BaseValidator):
         tokens = torch.zeros((), dtype=torch.int64, device=device_type)
         for input_dict, labels in self._batches():
             tokens_read += labels.numel()
-            local_tokens, local_labels, context, kwargs = self.sharder.shard(input_dict, labels)
-            kwargs["positions"] = kwargs["positions"].to(device_type)
-            kwargs["labels"] = local_labels = local_labels.to(device_type)
-            tokens += (local_labels != IGNORE_INDEX).sum()
+            microbatch = self.sharder.shard(input_dict, labels).to(device_type)
+            tokens += (microbatch.labels != IGNORE_INDEX).sum()
             with collect_token_losses() as losses:
-                loss_sum += self._loss(
-                    model_parts, local_tokens.to(device_type), local_labels, kwargs
-                )
-            self.positions.add(losses, context.to(device_type), local_labels)
+                loss_sum += self._loss(model_parts, microbatch)
+            self.positions.add(losses, microbatch.context, microbatch.labels)
         mesh = self.parallel_dims.get_optional_mesh("loss")
         total = dist_utils.dist_sum(tokens, mesh)
         loss = dist_utils.dist_sum(loss_sum, mesh) / max(total, 1.0)
@@ -107,32 +104,20 @@ class StripedValidator(BaseValidator):
             yield batch
             step += 1
 
-    def _loss(
-        self,
-        model_parts: list[nn.Module],
-        tokens: torch.Tensor,
-        labels: torch.Tensor,
-        kwargs: dict[str, Any],
-    ) -> torch.Tensor:
+    def _loss(self, model_parts: list[nn.Module], microbatch: Microbatch) -> torch.Tensor:
         """Loss sum of this rank's tokens; 0 on the pipeline stages that do not know it."""
         with self.validation_context():
-            if self.pp_schedule is None:
-                (model,) = model_parts
-                with self.maybe_enable_amp:
-                    return plain_loss(self.loss_fn(model(tokens, **kwargs), labels))
-            losses: list[torch.Tensor] = []
-            inputs = (tokens,) if self.pp_has_first_stage else ()
-            self.pp_schedule.eval(
-                *inputs,
-                **kwargs,
-                target=labels if self.pp_has_last_stage else None,
-                losses=losses if self.pp_has_last_stage else None,
-                # They may be losses already, which torch would try to join along the batch.
-                return_outputs=False,
-            )
-        if not self.pp_has_last_stage:
-            return torch.zeros((), device=device_type)
-        return plain_loss(torch.stack(losses).sum()).to(device_type)
+            if self.pp_schedule is not None:
+                return pipeline_loss(
+                    self.pp_schedule.eval,
+                    microbatch,
+                    has_first=bool(self.pp_has_first_stage),
+                    has_last=bool(self.pp_has_last_stage),
+                )
+            (model,) = model_parts
+            tokens, labels, _, kwargs = microbatch
+            with self.maybe_enable_amp:
+                return plain_loss(self.loss_fn(model(tokens, **kwargs, labels=labels), labels))
 
 
 def build_validator(

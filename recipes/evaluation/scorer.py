@@ -58,10 +58,9 @@ class Scorer:
         # Behind everything that counts, padding changes nothing: attention is causal.
         inputs = torch.from_numpy(np.pad(tokens, ((0, 0), (0, padding))))
         labels = inputs.roll(-1, dims=1)
-        local, local_labels, *_, kwargs = self.sharder.shard({"input": inputs}, labels)
-        kwargs["positions"] = kwargs["positions"].to(device_type)
-        with _scoring_head(self.model, local_labels.to(device_type)), self.context(), self.amp:
-            scores = self.model(local.to(device_type), **kwargs)
+        microbatch = self.sharder.shard({"input": inputs}, labels).to(device_type)
+        with _scoring_head(self.model, microbatch.labels), self.context(), self.amp:
+            scores = self.model(microbatch.tokens, **microbatch.kwargs)
         if self.sharder.cp_mesh is not None:
             mesh, layout = self.sharder.cp_mesh, self.sharder.layout
             scores = unshard_sequence(scores, mesh=mesh, layout=layout, dim=2)
