@@ -40,7 +40,9 @@ class Model(titan.Model):
 
 
 @dataclass
-class Training(titan.Training):
+class DataSource:
+    """Where the documents of a section come from."""
+
     dataset: str = "sample"
     """Dataset to use: "sample" (the bundled corpus), "local" with dataset_path, a Hugging Face name
     owner/name, or one of torchtitan's own"""
@@ -60,6 +62,11 @@ class Training(titan.Training):
 
 
 @dataclass
+class Training(DataSource, titan.Training):
+    """Training on the documents of a source."""
+
+
+@dataclass
 class Parallelism(titan.Parallelism):
     context_parallel_load_balancer: Literal["striped", "headtail", "contiguous"] = "striped"
     """Which rank of the ring holds which token. "contiguous" is the unbalanced ring"""
@@ -72,23 +79,7 @@ class Parallelism(titan.Parallelism):
 
 
 @dataclass
-class Validation(titan.Validation):
-    dataset: str = "sample"
-    """Dataset to use for validation; the same choices as in [training]"""
-
-    dataset_path: str | None = None
-    """File, folder or glob of .txt, .jsonl, .jsonl.gz, .parquet, or a prepared folder (dataset
-    "local"); where torchtitan's own datasets are found"""
-
-    text_column: str = "text"
-    """JSON key or column that holds the text of a document"""
-
-    dataset_subset: str | None = None
-    """Subset (configuration) of a Hugging Face dataset"""
-
-    dataset_split: str = "train"
-    """Split of a Hugging Face dataset"""
-
+class Validation(DataSource, titan.Validation):
     local_batch_size: int = -1
     """Batch size for validation. -1: training.local_batch_size"""
 
@@ -179,7 +170,9 @@ class Metrics(titan.Metrics):
 
 
 @dataclass
-class Evaluation:
+class Evaluation(DataSource):
+    """Measures of long context; needles are hidden in the text of the source."""
+
     enable: bool = False
     """Whether training measures the model as scripts/evaluate.py does"""
 
@@ -208,22 +201,6 @@ class Evaluation:
 
     seed: int = 0
     """Decides keys, values and places of the needles"""
-
-    dataset: str = "sample"
-    """Text to hide needles in and to predict; the same choices as in [training]"""
-
-    dataset_path: str | None = None
-    """File, folder or glob of .txt, .jsonl, .jsonl.gz, .parquet, or a prepared folder (dataset
-    "local"); where torchtitan's own datasets are found"""
-
-    text_column: str = "text"
-    """JSON key or column that holds the text of a document"""
-
-    dataset_subset: str | None = None
-    """Subset (configuration) of a Hugging Face dataset"""
-
-    dataset_split: str = "train"
-    """Split of a Hugging Face dataset"""
 
 
 @dataclass
