@@ -253,12 +253,13 @@ class _GatheredGradients:
     def home(self) -> tuple[Tensor, ...]:
         size, rank = self.ring.world_size, self.ring.rank
         totals = []
-        for parts in self.parts:
+        while self.parts:
+            parts = self.parts.pop(0)  # freed before the next are received
             if size > 1:
                 received = torch.empty_like(parts)
                 self.ring.all_to_all(received, parts).wait()
                 parts = received
-            total = parts[rank]
+            total = parts[rank].clone()  # not a view, which would keep all parts
             for step in range(1, size):
                 total += parts[(rank + step) % size]
             totals.append(total.transpose(1, 2))

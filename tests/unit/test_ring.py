@@ -4,6 +4,10 @@ import pytest
 import torch
 
 from striped_cp import Contiguous, Documents, HeadTail, Striped
+from striped_cp.kernels import KERNELS
+from striped_cp.loopback import loopback
+from striped_cp.ring import attention_backward, attention_forward
+from striped_cp.tiles import tiles_of_rank
 from tests.loopback import random_inputs, run_loopback
 from tests.reference import check_close, reference_gradients, relative_error
 
@@ -121,6 +125,23 @@ def test_results_have_the_inputs_dtype(dtype):
     assert [x.dtype for x in got] == [dtype] * 4
     for name, x, want in zip(NAMES, got, reference_gradients(*inputs), strict=True):
         check_close(name, x, want)
+
+
+@pytest.mark.parametrize("rotate_method", ["ring", "allgather"])
+def test_results_keep_no_other_rank_alive(rotate_method):
+    """Outputs and gradients own their memory: none is a view of what all ranks sent."""
+    inputs = random_inputs(1, (2, 1), 8, 4, torch.float32)
+
+    def rank_main(ring):
+        q, k, v, grad_out = (x[:, :, : 8 // ring.world_size] for x in inputs)
+        tiles = tiles_of_rank(Striped(), 8, ring.world_size, ring.rank)
+        options = (tiles, KERNELS["cpu"], ring, 0.5, rotate_method)
+        out, lse = attention_forward(q, k, v, *options)
+        return out, *attention_backward(grad_out, q, k, v, out, lse, *options)
+
+    for world_size in (1, 2, 4):
+        for results in loopback(world_size, rank_main):
+            assert [x.untyped_storage().nbytes() for x in results] == [x.nbytes for x in results]
 
 
 def test_a_remote_value_changes_the_local_query_gradient():
