@@ -186,24 +186,25 @@ def layer_bytes(run: Run) -> dict[str, float]:
 def ring_bytes(run: Run) -> float:
     """Receive buffers of the ring, reused by every layer and kept through the step.
 
-    Two each for keys and values in bf16 and for their gradients in float32. All-gather has none.
+    Keys and values in bf16, twice from three ranks on, and their gradients in float32. All-gather
+    has none.
     """
     if run.cp == 1 or run.rotate_method == "allgather":
         return 0.0
-    return _local_kv(run) * 2 * (_BF16 + _FP32)
+    return _local_kv(run) * (min(run.cp - 1, 2) * _BF16 + _FP32)
 
 
 def exchange_bytes(run: Run) -> float:
     """What one layer's attention needs beside `ring_bytes` for keys and values of other ranks.
 
-    Ring: the float32 gradients at hand, and those coming home. All-gather: keys and values of the
-    whole sequence in bf16 and their gradients in float32, half of which are received twice.
+    Ring: the float32 gradients at hand. All-gather: keys and values of the whole sequence in bf16
+    and their gradients in float32, of which keys' and values' in turn are there twice.
     """
     if run.cp == 1:
         return 0.0
     if run.rotate_method == "allgather":
         return run.cp * _local_kv(run) * (_BF16 + 1.5 * _FP32)
-    return _local_kv(run) * 2 * _FP32
+    return _local_kv(run) * _FP32
 
 
 def _local_kv(run: Run) -> float:

@@ -154,8 +154,10 @@ def test_offload_is_hidden_unless_the_host_is_slow():
 def test_ring_and_allgather_buffers():
     ring, gathered = RUN_1M, replace(RUN_1M, rotate_method="allgather")
     kv = 2 * 131072 * 1024
-    assert (ring_bytes(ring), exchange_bytes(ring)) == (kv * 2 * (2 + 4), kv * 2 * 4)
+    assert (ring_bytes(ring), exchange_bytes(ring)) == (kv * (2 * 2 + 4), kv * 4)
     assert (ring_bytes(gathered), exchange_bytes(gathered)) == (0, 8 * kv * (2 + 6))
+    pair = replace(RUN_1M, cp=2, seq_len=2 * 131072)  # keys and values travel once
+    assert (ring_bytes(pair), exchange_bytes(pair)) == (kv * (2 + 4), kv * 4)
     alone = replace(RUN_1M, cp=1, seq_len=131072)
     assert (ring_bytes(alone), exchange_bytes(alone)) == (0, 0)
     # Receive buffers stay through the step, gathered keys and values for one layer's attention.
