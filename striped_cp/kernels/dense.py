@@ -43,10 +43,10 @@ class DenseKernel(ABC):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, tile: Tile, scale: float
     ) -> Iterator[Partial]:
-        for mask, rows, cols in blocks(tile):
-            q, k, v = _take(mask, rows, query), _take(mask, cols, key), _take(mask, cols, value)
-            out, lse = self.attend(q, k, v, mask is not Mask.FULL, scale)
-            yield Partial(rows, _give(mask, rows, out), _give(mask, rows, lse))
+        for block in blocks(tile):
+            # Calls of their own, here and below: a name in a generator would keep one block's
+            # results until the next one's are there.
+            yield self._forward_block(query, key, value, *block, scale)
 
     def backward(
         self,
@@ -59,13 +59,44 @@ class DenseKernel(ABC):
         tile: Tile,
         scale: float,
     ) -> Iterator[PartialGradients]:
-        for mask, rows, cols in blocks(tile):
-            g, q, o, m = (_take(mask, rows, x) for x in (grad_out, query, out, lse))
-            k, v = (_take(mask, cols, x) for x in (key, value))
-            dq, dk, dv = self.attend_backward(g, q, k, v, o, m, mask is not Mask.FULL, scale)
-            yield PartialGradients(
-                rows, cols, _give(mask, rows, dq), _give(mask, cols, dk), _give(mask, cols, dv)
-            )
+        for block in blocks(tile):
+            yield self._backward_block(grad_out, query, key, value, out, lse, *block, scale)
+
+    def _forward_block(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Mask,
+        rows: Region,
+        cols: Region,
+        scale: float,
+    ) -> Partial:
+        q, k, v = _take(mask, rows, query), _take(mask, cols, key), _take(mask, cols, value)
+        out, lse = self.attend(q, k, v, mask is not Mask.FULL, scale)
+        del q, k, v
+        return Partial(rows, _give(mask, rows, out), _give(mask, rows, lse))
+
+    def _backward_block(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        mask: Mask,
+        rows: Region,
+        cols: Region,
+        scale: float,
+    ) -> PartialGradients:
+        g, q, o, m = (_take(mask, rows, x) for x in (grad_out, query, out, lse))
+        k, v = (_take(mask, cols, x) for x in (key, value))
+        dq, dk, dv = self.attend_backward(g, q, k, v, o, m, mask is not Mask.FULL, scale)
+        del g, q, o, m, k, v
+        return PartialGradients(
+            rows, cols, _give(mask, rows, dq), _give(mask, cols, dk), _give(mask, cols, dv)
+        )
 
 
 def blocks(tile: Tile) -> Iterator[tuple[Mask, Region, Region]]:

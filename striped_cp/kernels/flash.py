@@ -74,20 +74,8 @@ class FlashKernel(DenseKernel):
         if tile.documents is None:
             yield from super().forward(query, key, value, tile, scale)
             return
-        batch, heads, rows, _ = query.shape
         for tile_pass in tile.passes:
-            plan = varlen_plan(tile_pass, batch, rows, query.device)
-            q, k, v = (_pack(x, plan.reverse) for x in (query, key, value))
-            out, lse, *_ = aten._flash_attention_forward(
-                q, k, v, *plan.arguments, 0.0, plan.causal, False, scale=scale
-            )
-            if plan.reverse:
-                out, lse = out.flip(0), lse.flip(1)
-            yield Partial(
-                Region(slice(None), 0, rows),
-                _unpack(out, batch),
-                lse.view(heads, batch, rows).transpose(0, 1),
-            )
+            yield _forward_pass(query, key, value, tile_pass, scale)
 
     def backward(
         self,
@@ -103,29 +91,65 @@ class FlashKernel(DenseKernel):
         if tile.documents is None:
             yield from super().backward(grad_out, query, key, value, out, lse, tile, scale)
             return
-        batch, _, rows, _ = query.shape
-        everything = Region(slice(None), 0, rows)
         for tile_pass in tile.passes:
-            plan = varlen_plan(tile_pass, batch, rows, query.device)
-            g, q, k, v, o = (_pack(x, plan.reverse) for x in (grad_out, query, key, value, out))
-            packed_lse = lse.transpose(0, 1).flatten(1)
-            if plan.reverse:
-                packed_lse = packed_lse.flip(1)
-            grads = aten._flash_attention_backward(
-                g,
-                q,
-                k,
-                v,
-                o,
-                packed_lse.contiguous(),
-                *plan.arguments,
-                0.0,
-                plan.causal,
-                *_no_dropout_state(q),
-                scale=scale,
-            )
-            dq, dk, dv = (_unpack(x.flip(0) if plan.reverse else x, batch) for x in grads)
-            yield PartialGradients(everything, everything, dq, dk, dv)
+            yield _backward_pass(grad_out, query, key, value, out, lse, tile_pass, scale)
+
+
+# Each pass is a call of its own, for the reason given in `DenseKernel.forward`.
+
+
+def _forward_pass(
+    query: Tensor, key: Tensor, value: Tensor, tile_pass: Pass, scale: float
+) -> Partial:
+    batch, heads, rows, _ = query.shape
+    plan = varlen_plan(tile_pass, batch, rows, query.device)
+    q, k, v = (_pack(x, plan.reverse) for x in (query, key, value))
+    out, lse, *_ = aten._flash_attention_forward(
+        q, k, v, *plan.arguments, 0.0, plan.causal, False, scale=scale
+    )
+    del q, k, v
+    if plan.reverse:
+        out, lse = out.flip(0), lse.flip(1)
+    return Partial(
+        Region(slice(None), 0, rows),
+        _unpack(out, batch),
+        lse.view(heads, batch, rows).transpose(0, 1),
+    )
+
+
+def _backward_pass(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    tile_pass: Pass,
+    scale: float,
+) -> PartialGradients:
+    batch, _, rows, _ = query.shape
+    plan = varlen_plan(tile_pass, batch, rows, query.device)
+    g, q, k, v, o = (_pack(x, plan.reverse) for x in (grad_out, query, key, value, out))
+    packed_lse = lse.transpose(0, 1).flatten(1)
+    if plan.reverse:
+        packed_lse = packed_lse.flip(1)
+    grads = aten._flash_attention_backward(
+        g,
+        q,
+        k,
+        v,
+        o,
+        packed_lse.contiguous(),
+        *plan.arguments,
+        0.0,
+        plan.causal,
+        *_no_dropout_state(q),
+        scale=scale,
+    )
+    del g, q, k, v, o
+    dq, dk, dv = (_unpack(x.flip(0) if plan.reverse else x, batch) for x in grads)
+    everything = Region(slice(None), 0, rows)
+    return PartialGradients(everything, everything, dq, dk, dv)
 
 
 class VarlenPlan(NamedTuple):
