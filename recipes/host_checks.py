@@ -104,4 +104,5 @@ def kernel_of(config: "StripedJobConfig") -> str:
         why, _, able = str(error).partition("; ")
         name = config.striped_cp.kernel
         why = why.partition(": ")[2]
-        raise InvalidSetting("striped_cp.kernel", name, why, f'"auto", {able}') from None
+        allowed = able if name == "auto" else f'"auto", {able}'
+        raise InvalidSetting("striped_cp.kernel", name, why, allowed) from None

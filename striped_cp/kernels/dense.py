@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -133,11 +134,34 @@ def refuse_16_bit_cuda(request: Request, max_head_dim: int) -> str | None:
     """Why a fused CUDA kernel of 16-bit numbers cannot serve, or None."""
     if request.device_type != "cuda":
         return f"it runs on CUDA devices, the tensors are on {request.device_type!r}"
+    if (reason := refuse_old_gpu()) is not None:
+        return reason
     if request.dtype not in (torch.float16, torch.bfloat16):
         return f"it computes in float16 or bfloat16, not {request.dtype}"
     if request.head_dim % 8 or request.head_dim > max_head_dim:
         return f"head_dim must be a multiple of 8 up to {max_head_dim}, not {request.head_dim}"
     return None
+
+
+def refuse_old_gpu() -> str | None:
+    """Why this process's GPU can run none of the fused kernels, or None.
+
+    FlashAttention and cuDNN's attention as torch 2.13 builds them, and Triton 3, on which
+    FlexAttention rests, begin with compute capability 8.0 (Ampere).
+    """
+    capability = _compute_capability()
+    if capability is None or capability >= (8, 0):
+        return None
+    major, minor = capability
+    return f"it needs a GPU of compute capability 8.0 or later, this one has {major}.{minor}"
+
+
+@cache
+def _compute_capability() -> tuple[int, int] | None:
+    """None without a GPU, or where it is none of NVIDIA's."""
+    if torch.version.hip is not None or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_capability()
 
 
 def rowwise_dense(x: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from ..tiles import Tile
 from .base import Partial, PartialGradients, Region, Request
+from .dense import refuse_old_gpu
 
 BLOCK = 128
 _AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
@@ -29,6 +30,8 @@ class FlexKernel:
     def refuse(self, request: Request) -> str | None:
         if request.device_type != "cuda":
             return f"FlexAttention has a backward on CUDA only, not on {request.device_type!r}"
+        if (reason := refuse_old_gpu()) is not None:
+            return reason
         if request.dtype == torch.float64:
             return "it computes in float32, bfloat16 or float16, not float64"
         return None

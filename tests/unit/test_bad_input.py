@@ -12,10 +12,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from recipes import cpu_host
 from recipes.data.shards import MANIFEST, write_json, write_shard
 from recipes.launch import main
 from recipes.llama3.args import FLAVORS
 from recipes.llama3.model import Transformer
+from striped_cp.kernels import dense
 
 ROOT = Path(__file__).parents[2]
 RECIPE = "train_configs/debug_cpu.toml"
@@ -194,6 +196,14 @@ def test_validation_has_its_own_length_and_data(monkeypatch, capfd) -> None:
 def test_what_does_not_go_together(monkeypatch, capfd, args: list[str], expected: str) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 10**9))
     assert expected in refusal(monkeypatch, capfd, *args)
+
+
+def test_a_gpu_that_is_too_old_for_every_fast_kernel(monkeypatch, capfd) -> None:
+    monkeypatch.setattr(cpu_host, "is_cpu_host", lambda: False)
+    monkeypatch.setattr(dense, "_compute_capability", lambda: (7, 5))
+    line = refusal(monkeypatch, capfd)
+    assert 'striped_cp.kernel = "auto": it needs a GPU of compute capability 8.0 or later' in line
+    assert line.endswith("this one has 7.5; allowed: kernels that can: 'reference'")
 
 
 # Files.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from striped_cp import Contiguous, Documents, HeadTail, Striped
-from striped_cp.kernels import KERNELS, Request, choose_kernel, flex
+from striped_cp.kernels import KERNELS, Request, choose_kernel, dense, flex
 from striped_cp.kernels.flash import packed_segments, varlen_plan
 from striped_cp.kernels.flex import tile_block_mask
 from striped_cp.tiles import Mask, tiles_of_rank
@@ -55,6 +55,19 @@ def test_auto(wanted, expected):
 def test_an_explicit_choice_that_cannot_serve_says_why(name, wanted, message):
     with pytest.raises(ValueError, match=message):
         choose_kernel(name, wanted)
+
+
+@pytest.mark.parametrize(("capability", "name"), [((7, 5), None), ((8, 0), "flash")])
+def test_gpus_that_are_too_old_are_refused_by_their_capability(monkeypatch, capability, name):
+    monkeypatch.setattr(dense, "_compute_capability", lambda: capability)
+    if name is not None:
+        assert choose_kernel("auto", request()).name == name
+        return
+    for wanted in ("auto", "flash", "cudnn", "flex"):
+        message = r"capability 8\.0 or later, this one has 7\.5; kernels that can: 'reference'$"
+        with pytest.raises(ValueError, match=message):
+            choose_kernel(wanted, request(dtype=torch.float16))
+    assert choose_kernel("auto", request("cpu")).name == "cpu"
 
 
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["plain", "packed"])
