@@ -17,6 +17,16 @@ class TransformerModelArgs(titan.TransformerModelArgs):
     memory: Memory = field(default_factory=Memory)
     kernel: str = "auto"
 
+    def __post_init__(self) -> None:
+        """Refuse torchtitan's choices of attention: the model runs the ring whatever they say."""
+        for name, only in (("attn_type", "sdpa"), ("attn_mask_type", "causal")):
+            value = getattr(self, name)
+            if value != only:
+                raise ValueError(
+                    f"model args: {name} = {value!r}: attention is causal and knows documents by "
+                    f"[documents] mask, on the kernel of [striped_cp]; allowed: {only!r}"
+                )
+
     def update_from_config(self, job_config: JobConfig, **kwargs) -> None:
         """Take over what the job says."""
         assert isinstance(job_config, StripedJobConfig)

@@ -1,5 +1,7 @@
 """The model's sizes, its names, and that it is torchtitan's LLaMA-3 when one rank runs it."""
 
+import dataclasses
+
 import pytest
 import torch
 from torchtitan.models.llama3.model import model as titan
@@ -96,3 +98,12 @@ def test_rope_settings_reach_the_model() -> None:
     config = load_config(["--rope.theta", "1000.0", "--rope.scaling", "none"])
     args.update_from_config(config)
     assert args.rope == Rope(theta=1000.0, scaling="none")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("attn_type", "flex"), ("attn_type", "varlen"), ("attn_mask_type", "block_causal")],
+)
+def test_attention_that_the_model_does_not_have_is_refused(name: str, value: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} = '{value}': .*; allowed: '(sdpa|causal)'"):
+        dataclasses.replace(FLAVORS["debugmodel"], **{name: value})
