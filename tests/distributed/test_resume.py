@@ -3,6 +3,7 @@
 import recipes  # noqa: F401, I001  (before torchtitan: it chooses the device)
 
 import os
+import shutil
 from unittest import mock
 
 import pytest
@@ -81,6 +82,22 @@ def test_resumed_twice_with_other_context_parallel_degrees(data, tmp_path):
     assert batches == whole[1]
     assert len(set(batches.values())) == STEPS
     assert losses == pytest.approx(whole[0], rel=1e-4)
+
+
+def test_resumed_with_longer_sequences(data, tmp_path):
+    """The steps after it are the same ones at every context-parallel degree."""
+    short = tmp_path / "short"
+    run_ranks(2, train, str(short), data, 2, 2)
+    runs = []
+    for degree in (1, 2):
+        folder = tmp_path / f"cp{degree}"
+        shutil.copytree(short, folder)
+        more = (str(folder), data, 4, degree, "--training.seq_len", "128")
+        runs.append(run_ranks(degree, train, *more)[0])
+    (losses, batches), (losses_of_two, batches_of_two) = runs
+    assert sorted(losses) == [3, 4]
+    assert losses_of_two == pytest.approx(losses, rel=1e-4)
+    assert batches_of_two == batches
 
 
 def test_another_data_parallel_degree_is_refused_before_the_run(data, tmp_path):

@@ -87,6 +87,30 @@ def test_resume_may_change_the_number_of_workers(files):
     assert take(iter(second), 7) == expected[5:]
 
 
+@pytest.mark.parametrize("packing", ["pack", "concat"])
+@pytest.mark.parametrize(("before", "after"), [(16, 40), (40, 16)])
+def test_resume_at_another_length_neither_skips_nor_repeats(files, packing, before, after):
+    """Every token once in an epoch, though its sequences have two lengths."""
+
+    def part(seq_len):
+        config = settings(files, documents__packing=packing)
+        config.training.seq_len = seq_len
+        return build_dataloader(1, 0, NumberTokenizer(), config, infinite=False)
+
+    first, second = part(before), part(after)
+    batches = iter(first)
+    seen = [next(batches) for _ in range(3)]
+    second.load_state_dict(round_trip(first.state_dict()))
+    seen += list(second)
+    assert {inputs["input"].shape[1] for inputs, _ in seen} == {before, after}
+    tokens = [t for inputs, _ in seen for t in inputs["input"].flatten().tolist() if t >= 10]
+    targets = [t for _, labels in seen for t in labels.flatten().tolist() if t >= 10]
+    everything = list(range(10, 10 + sum(LENGTHS) - 2 * len(LENGTHS)))
+    # Concatenated sequences overlap: the last target of one is no input of the next.
+    assert sorted(tokens if packing == "pack" else set(tokens) | set(targets)) == everything
+    assert len(targets) == len(set(targets))
+
+
 def test_iter_starts_anew_except_after_load_state_dict(files):
     part = loader(files)
     expected = take(iter(part), 4)
