@@ -8,7 +8,8 @@ usage() {
 Usage: scripts/test.sh [--all] [pytest arguments]
 
 Makes .venv, installs this project with its test dependencies, and runs the tests.
-Those that need a GPU skip where there is none. --all runs the slow ones too.
+They see no GPU but for those that need one, which come last, on a machine that
+has some. --all runs the slow ones too.
 Further arguments go to pytest, for example
 
     scripts/test.sh tests/unit -k tiles
@@ -30,4 +31,7 @@ esac
 scripts/install.sh dev
 # One thread per process: tests run in parallel, and many of them start ranks of their own.
 export OMP_NUM_THREADS=1
-exec .venv/bin/python -m pytest --numprocesses 2 --dist worksteal ${selection[@]+"${selection[@]}"} "$@"
+.venv/bin/python -m pytest --numprocesses 2 --dist worksteal ${selection[@]+"${selection[@]}"} "$@"
+if (($# == 0)) && .venv/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    .venv/bin/python -m pytest -m gpu
+fi

@@ -1,8 +1,21 @@
-"""Before any test imports torchtitan: `recipes` chooses the device that torchtitan will use."""
+"""Before any test imports torch: tests run on a host without GPUs, also where there are some."""
 
-import torch
+import os
 
-import recipes  # noqa: F401
+import pytest
 
-# Tests run in parallel processes, and loopback rings in threads: one core each.
-torch.set_num_threads(1)
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide the GPUs, but from `pytest -m gpu`; let `recipes` choose the device for torchtitan.
+
+    Most tests are about gloo ranks, more of them than there are GPUs, and about what a host without
+    GPUs is told.
+    """
+    if config.getoption("markexpr") != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    import torch
+
+    import recipes  # noqa: F401
+
+    # Tests run in parallel processes, and loopback rings in threads: one core each.
+    torch.set_num_threads(1)

@@ -9,7 +9,7 @@ from tests.reference import check_close, reference_gradients
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and -m gpu"),
 ]
 
 WORLD_SIZE, SEQ_LEN = 4, 16_384
