@@ -19,7 +19,7 @@ from torchtitan.config import ConfigManager
 from torchtitan.config import job_config as titan
 
 from recipes.config_checks import CannotRun, check_config, check_launch
-from recipes.config_types import InvalidSetting, check_table
+from recipes.config_types import InvalidSetting, check_options, check_table
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -285,6 +285,10 @@ class _Manager(ConfigManager):
 
 def _parse(args: Sequence[str], table: dict[str, Any]) -> StripedJobConfig:
     """Put the command line over the table; the parser's framed error messages become one line."""
+    try:
+        check_options(args, StripedJobConfig)
+    except InvalidSetting as error:
+        raise ValueError(f"command line: {error}") from None
     messages = io.StringIO()
     try:
         with contextlib.redirect_stderr(messages):

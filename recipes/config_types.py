@@ -1,4 +1,4 @@
-"""Type checks of a TOML table against the dataclasses of the schema.
+"""Checks of a TOML table and of a command line against the dataclasses of the schema.
 
 torchtitan 0.2.2 does not check types: `context_parallel_degree = "2"` stays a string and
 `seq_len = 1e6` a float, and both fail much later, elsewhere.
@@ -7,7 +7,7 @@ torchtitan 0.2.2 does not check types: `context_parallel_degree = "2"` stays a s
 import difflib
 import json
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -44,9 +44,7 @@ def check_table(table: dict[str, Any], schema: type, prefix: str = "") -> dict[s
     for name, value in table.items():
         key = prefix + name
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"unknown key, did you mean {prefix}{close[0]}?" if close else "unknown key"
-            raise InvalidSetting(key, value, hint, ", ".join(prefix + n for n in known))
+            raise _unknown_key(key, value, schema)
         kind = known[name]
         if is_dataclass(kind):
             assert isinstance(kind, type)
@@ -58,6 +56,46 @@ def check_table(table: dict[str, Any], schema: type, prefix: str = "") -> dict[s
         else:
             checked[name] = float(value) if kind is float else value
     return checked
+
+
+def check_options(args: Sequence[str], schema: type) -> None:
+    """Check the names of `--section.key value` settings, and that switches have no value.
+
+    Switches are `--section.key` and `--section.no_key`. The parser (tyro) takes dashes as well.
+
+    Raises:
+        InvalidSetting: as for a key of a table.
+    """
+    for i, arg in enumerate(args):
+        if not arg.startswith("--") or arg == "--help":
+            continue
+        name, equals, value = arg[2:].partition("=")
+        if not equals and i + 1 < len(args) and not args[i + 1].startswith("--"):
+            equals, value = " ", args[i + 1]
+        *sections, key = name.replace("-", "_").split(".")
+        place: Any = schema
+        for depth, section in enumerate(sections):
+            kinds = {f.name: f.type for f in fields(place)}
+            if not is_dataclass(kinds.get(section)):
+                raise _unknown_key(".".join(sections[: depth + 1]), value, place)
+            place = kinds[section]
+        kinds = {f.name: f.type for f in fields(place)}
+        switch = key if key in kinds else key.removeprefix("no_")
+        if switch not in kinds or (switch != key and kinds[switch] is not bool):
+            raise _unknown_key(".".join((*sections, key)), value, place)
+        if equals and kinds[switch] is bool:
+            on, off = (".".join((*sections, x)) for x in (switch, f"no_{switch}"))
+            raise InvalidSetting(on, value, "a switch has no value", f"--{on} or --{off}")
+
+
+def _unknown_key(key: str, value: object, schema: type) -> InvalidSetting:
+    """The error for a key that the schema of its section does not have."""
+    section, dot, name = key.rpartition(".")
+    prefix = section + dot
+    known = [f.name for f in fields(schema)]
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"unknown key, did you mean {prefix}{close[0]}?" if close else "unknown key"
+    return InvalidSetting(key, value, hint, ", ".join(prefix + n for n in known))
 
 
 def _matches(value: object, kind: Any) -> bool:

@@ -129,7 +129,16 @@ def test_unknown_keys(tmp_path: Path, toml: str, key: str, hint: str) -> None:
     ("args", "parts"),
     [
         (["--training.seq_len", "1e6"], ["training.seq_len", "1e6"]),
-        (["--training.sek_len", "5"], ["training.sek_len"]),
+        (["--training.sek_len", "5"], ['training.sek_len = "5"', "did you mean training.seq_len?"]),
+        (["--trainig.steps=5"], ['trainig = "5"', "did you mean training?", "striped_cp"]),
+        (["--training.dataloader.workers", "1"], ["training.dataloader.num_workers"]),
+        (["--training.no_steps"], ["training.no_steps", "training.steps"]),
+        (["--steps", "5"], ['steps = "5": unknown key']),
+        (
+            ["--documents.mask", "false"],
+            ['documents.mask = "false"', "--documents.mask or --documents.no_mask"],
+        ),
+        (["--documents.no-mask=1"], ["--documents.mask or --documents.no_mask"]),
         (["--striped_cp.kernel", "bogus"], ["striped_cp.kernel", "bogus", "'flash'"]),
         (["--training.steps=0"], ["training.steps = 0", "at least 1"]),
         (
@@ -143,6 +152,20 @@ def test_wrong_command_lines(tmp_path: Path, args: list[str], parts: list[str]) 
     assert text.startswith("command line: ")
     for part in parts:
         assert part in text
+
+
+def test_command_lines_as_the_parser_takes_them() -> None:
+    config = load_config(
+        [
+            *("--documents.no-mask", "--memory.offload_checkpoints"),
+            *("--training.seq-len=512", "--optimizer.lr", "1e-3"),
+            *("--evaluation.tasks", "passkey,copy"),
+        ]
+    )
+    assert not config.documents.mask
+    assert config.memory.offload_checkpoints
+    assert config.training.seq_len == 512
+    assert config.evaluation.tasks == ["passkey", "copy"]
 
 
 def test_a_missing_or_broken_file(tmp_path: Path) -> None:
