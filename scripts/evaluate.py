@@ -6,7 +6,8 @@
 
 The recipe of the run, its last checkpoint (`--checkpoint.load_step N` for another), or with
 `--initial` the weights it started from. `[evaluation]` says what is measured; `--section.key value`
-overrides the TOML, as for train.py. docs/evaluation.md describes the measures and the files.
+overrides the TOML, as for train.py; `--debug` shows where an error came from. docs/evaluation.md
+describes the measures and the files.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ _NO_CHECKPOINTS = "evaluation/no-checkpoints"
 
 
 def main(argv: list[str]) -> None:
+    if {"--help", "-h"} & set(argv):
+        print(__doc__, end="")
+        return
     sys.path.insert(0, str(ROOT))
     if "RANK" not in os.environ:
         be_alone()

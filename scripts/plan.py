@@ -32,17 +32,19 @@ def main(argv: list[str]) -> int:
     counts_tiles = args.layout or args.documents is not None
     skip_slow_imports(without_torch=not counts_tiles)
     try:
-        print(report(args, overrides))
+        text, fits = report(args, overrides)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    return 0
+    print(text)
+    return 0 if fits else 1
 
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Plan a training run: memory, speed, degrees.",
-        epilog="--section.key value overrides the TOML, as for train.py.",
+        epilog="--section.key value overrides the TOML, as for train.py. Exit status: 0 it fits, "
+        "1 it does not, 2 it cannot run as written.",
         allow_abbrev=False,
     )
     parser.add_argument("config", help="TOML file of the run")
@@ -76,8 +78,8 @@ def skip_slow_imports(without_torch: bool) -> None:
         sys.modules["torch"] = torch
 
 
-def report(args: argparse.Namespace, overrides: list[str]) -> str:
-    """What to print.
+def report(args: argparse.Namespace, overrides: list[str]) -> tuple[str, bool]:
+    """What to print, and whether the run fits.
 
     Raises:
         ValueError: one line for a setting that makes no sense.
@@ -103,7 +105,8 @@ def report(args: argparse.Namespace, overrides: list[str]) -> str:
         from recipes.planner import layouts
 
         rows = layouts.compare_layouts(run, gpu, network)
-        return json.dumps(layouts.layouts_table(rows)) if args.json else layouts.layouts_text(rows)
+        table = layouts.layouts_table(rows)
+        return json.dumps(table) if args.json else layouts.layouts_text(rows), True
     if args.search:
         from recipes.planner.search import search
 
@@ -114,15 +117,17 @@ def report(args: argparse.Namespace, overrides: list[str]) -> str:
             raise ValueError(f"{args.config}: fits on no mesh of {args.gpus} x {gpu.name}")
         if args.write:
             write(args, overrides, config, plans[0])
+            print(f"wrote {args.write}", file=sys.stderr)
         if args.json:
-            return json.dumps([text.plan_table(plan) for plan in plans])
-        return text.search_text(plans)
+            return json.dumps([text.plan_table(plan) for plan in plans]), True
+        return text.search_text(plans), True
     if run.documents:
         from recipes.planner.layouts import with_documents
 
         run = with_documents(run)
     plan = make_plan(run, gpu, network)
-    return json.dumps(text.plan_table(plan)) if args.json else text.plan_text(plan)
+    shown = json.dumps(text.plan_table(plan)) if args.json else text.plan_text(plan)
+    return shown, plan.fits
 
 
 def document_lengths(text: str | None) -> tuple[int, ...]:

@@ -87,10 +87,18 @@ def test_overrides_reach_the_plan():
     assert changed["memory"]["total_bytes"] > plain["memory"]["total_bytes"]
 
 
+def test_a_plan_that_does_not_fit_says_so_and_fails():
+    done = run_plan(EIGHT_GPUS, "--gpus", 8, "--gpu", "h100", "--memory.no_offload_checkpoints")
+    assert "DOES NOT FIT" in done.stdout
+    assert done.returncode == 1
+
+
 def test_search_ranks_what_fits_and_writes_a_recipe_that_parses(tmp_path):
     best = tmp_path / "best.toml"
     args = (EIGHT_GPUS, "--gpus", 8, "--gpu", "h100", "--training.steps", 7)
-    plans = json.loads(plan(*args, "--search", "--write", best, "--json"))
+    searched = run_plan(*args, "--search", "--write", best, "--json")
+    assert searched.stderr == f"wrote {best}\n"
+    plans = json.loads(searched.stdout)
     speeds = [float(f"{p['tokens_per_second_per_gpu']:.3g}") for p in plans]
     assert len(plans) > 3
     assert all(p["fits"] for p in plans)
