@@ -26,6 +26,7 @@ def check_combinations(config: "StripedJobConfig") -> None:
         _check_validation_of_pipeline(config)
         _check_zero_bubble(config)
     _check_float8(config)
+    _check_determinism(config)
 
 
 def check_combinations_at_launch(config: "StripedJobConfig", shard: int) -> None:
@@ -174,6 +175,14 @@ def _check_float8(config: "StripedJobConfig") -> None:
     if float8.emulate and _compiled(config):
         why = 'torchao emulates in eager mode, compile.components has "model"'
         raise InvalidSetting(f"{_FLOAT8}.emulate", True, why, "false, or compile.enable = false")
+
+
+def _check_determinism(config: "StripedJobConfig") -> None:
+    debug, kernel = config.debug, config.striped_cp.kernel
+    if kernel == "cudnn" and debug.deterministic and not debug.deterministic_warn_only:
+        why = "its backward pass is not deterministic, debug.deterministic is true"
+        allowed = '"auto", "flash", "flex", or debug.deterministic = false'
+        raise InvalidSetting("striped_cp.kernel", kernel, why, allowed)
 
 
 def _check_device(config: "StripedJobConfig") -> None:

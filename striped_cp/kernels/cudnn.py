@@ -18,6 +18,12 @@ class CudnnKernel(DenseKernel):
         reason = refuse_16_bit_cuda(request, max_head_dim=128)
         if reason is None and request.documents is not None:
             return "it takes dense blocks only, and documents need variable-length calls"
+        strict = not torch.is_deterministic_algorithms_warn_only_enabled()
+        if reason is None and strict and torch.are_deterministic_algorithms_enabled():
+            # torch's own choice of a kernel knows that, its operator does not ask (2.13).
+            return (
+                "its backward is not deterministic, which torch.use_deterministic_algorithms asks"
+            )
         return reason
 
     def attend(

@@ -99,6 +99,11 @@ REFUSED = [
         1,
         ["enable_async_tensor_parallel", "tensor_parallel_degree"],
     ),
+    (
+        f"{CP2} --striped_cp.kernel cudnn --debug.deterministic",
+        2,
+        ['striped_cp.kernel = "cudnn"', "debug.deterministic"],
+    ),
 ]
 ACCEPTED = [
     (f"{CP2} --training.seq_len 6", 2),

@@ -70,6 +70,18 @@ def test_gpus_that_are_too_old_are_refused_by_their_capability(monkeypatch, capa
     assert choose_kernel("auto", request("cpu")).name == "cpu"
 
 
+def test_deterministic_algorithms_are_not_those_of_cudnn():
+    choose_kernel("cudnn", request())
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(ValueError, match=r"not deterministic, .*can: 'flash', 'flex', 'refer"):
+            choose_kernel("cudnn", request())
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        choose_kernel("cudnn", request())
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["plain", "packed"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: x.spec)
 def test_varlen_segments_compute_exactly_the_pass(layout, documents):
