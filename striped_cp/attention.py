@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -157,6 +158,9 @@ def _check_local(
             "query, key and value must be on one device; got "
             f"{query.device}, {key.device}, {value.device}"
         )
+    # A custom operator has no rule for tangents: torch would take them for zero, silently.
+    if any(unpack_dual(x).tangent is not None for x in (query, key, value)):
+        raise ValueError("forward-mode differentiation (jvp) of ring attention is not supported")
     layout.check(query.shape[SEQ_DIM] * world_size, world_size)
     # The end of the documents is compared with S where the tiles are planned.
     if documents is not None and documents.batch_size != query.shape[BATCH_DIM]:

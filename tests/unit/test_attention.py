@@ -135,6 +135,12 @@ class Block(nn.Module):
         return self.proj(out)
 
 
+def test_forward_mode_differentiation_is_refused():
+    query, key, value = random_inputs(1, (2, 1), 8, 4, torch.float64)[:3]
+    with pytest.raises(ValueError, match=r"\(jvp\) of ring attention is not supported"):
+        torch.func.jvp(lambda x: ring_attention(x, key, value, mesh=None), (query,), (query,))
+
+
 def test_compile_fullgraph_accepts_the_op():
     torch._dynamo.reset()
     block, (q, k, v) = Block(), qkv()
