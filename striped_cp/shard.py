@@ -89,5 +89,5 @@ def _gather(local: Tensor, mesh: DeviceMesh, layout: Layout, dim: int) -> Tensor
     order = torch.cat(
         [layout.positions(by_rank.shape[0], world_size, rank) for rank in range(world_size)]
     )
-    in_sequence = by_rank.index_select(0, order.argsort().to(local.device))
+    in_sequence = torch.empty_like(by_rank).index_copy_(0, order.to(local.device), by_rank)
     return in_sequence.movedim(0, dim)
