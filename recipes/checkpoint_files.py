@@ -98,6 +98,7 @@ def check_checkpoint_files(config: "StripedJobConfig") -> None:
     Raises:
         ValueError: it is damaged, no checkpoint at all, or of another model.
     """
+    _check_initial(config)
     found = checkpoint_to_load(config)
     if found is None:
         return
@@ -108,6 +109,21 @@ def check_checkpoint_files(config: "StripedJobConfig") -> None:
         raise ValueError(
             f"{found.folder}: holds weights only, and nothing to go on from (last_save_model_only "
             "was true); start from it with checkpoint.initial_load_path and another dump_folder"
+        )
+
+
+def _check_initial(config: "StripedJobConfig") -> None:
+    """torchtitan 0.2.2 loads what a run starts from only where there is no checkpoint folder.
+
+    Training removes one without a finished checkpoint (`recipes.saving`), unless it saves nothing.
+    """
+    checkpoint = config.checkpoint
+    starts = checkpoint.enable and (checkpoint.initial_load_path or checkpoint.initial_load_in_hf)
+    folder = Path(config.job.dump_folder, checkpoint.folder)
+    if starts and checkpoint.load_only and folder.exists() and not under_way(config):
+        raise ValueError(
+            f"{folder}: holds no finished checkpoint, but hides the weights to start from; remove "
+            "it, or name another checkpoint.folder (scripts/evaluate.py: --initial)"
         )
 
 

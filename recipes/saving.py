@@ -21,7 +21,7 @@ def forget_unfinished_start(checkpointer: CheckpointManager) -> None:
     torchtitan takes any checkpoint folder for a run under way: it would start from random weights
     instead of checkpoint.initial_load_path or Hugging Face's.
     """
-    if not checkpointer.enable:
+    if not checkpointer.enable or checkpointer.load_only:
         return
     folder = Path(checkpointer.folder)
     if torch.distributed.get_rank() == 0 and folder.is_dir():

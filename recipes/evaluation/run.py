@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from recipes.checkpoint_files import load_without_code
+from recipes.checkpoint_files import finished_steps, load_without_code
 from recipes.config import StripedJobConfig
 from recipes.llama3 import train_spec
 from recipes.trainer import StripedTrainer
@@ -14,18 +14,18 @@ def evaluate(config: StripedJobConfig) -> None:
     load_without_code()
     trainer = StripedTrainer(config)
     try:
-        loaded = trainer.checkpointer.load(step=config.checkpoint.load_step)
+        step = step_to_load(config)
+        loaded = trainer.checkpointer.load(step)
         assert loaded
         assert trainer.gate is not None
-        trainer.gate.run(loaded_step(config))
+        trainer.gate.run(max(step, 0))
     finally:
         trainer.close()
 
 
-def loaded_step(config: StripedJobConfig) -> int:
-    """The step of the weights; 0 for those a run starts from."""
-    folder = Path(config.job.dump_folder, config.checkpoint.folder)
+def step_to_load(config: StripedJobConfig) -> int:
+    """The step of the checkpoint to measure; -1: the weights that a run starts from."""
     if config.checkpoint.load_step != -1:
         return config.checkpoint.load_step
-    names = (path.name.removeprefix("step-") for path in folder.glob("step-*"))
-    return max((int(name) for name in names if name.isdigit()), default=0)
+    folder = Path(config.job.dump_folder, config.checkpoint.folder)
+    return max(finished_steps(folder), default=-1)
