@@ -1,9 +1,15 @@
-"""One pass of a microbatch through a pipeline's schedule, for training and for validation."""
+"""One pass of a microbatch through a pipeline's schedule, for training and for validation.
+
+Its loss is that of the last stage, which tells the others when it is logged: any rank may log
+(`metrics.save_for_all_ranks`, LOG_RANK).
+"""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torchtitan.distributed import ParallelDims
 
 from recipes.batch import Microbatch, plain_loss
 
@@ -32,3 +38,11 @@ def pipeline_loss(
         return torch.zeros((), device=tokens.device)
     # torchtitan 0.2.2: pipelining with FSDP puts the losses on the CPU.
     return plain_loss(torch.stack(losses).sum().detach()).to(tokens.device)
+
+
+def loss_of_last_stage(loss: torch.Tensor, parallel_dims: ParallelDims) -> torch.Tensor:
+    """A sum of `pipeline_loss`es on every stage, in place; without a pipeline as it is."""
+    mesh = parallel_dims.get_optional_mesh("pp")
+    if mesh is not None:
+        dist.all_reduce(loss, group=mesh.get_group())
+    return loss

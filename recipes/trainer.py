@@ -24,7 +24,7 @@ from recipes.config import StripedJobConfig
 from recipes.evaluation.gate import EvaluationGate
 from recipes.loss import collect_token_losses
 from recipes.metrics.processor import StripedMetrics
-from recipes.pipeline import pipeline_loss
+from recipes.pipeline import loss_of_last_stage, pipeline_loss
 from recipes.restarts import own_store
 from recipes.ring_group import give_ring_its_group
 from recipes.startup_check import run_startup_check
@@ -199,6 +199,7 @@ class StripedTrainer(Trainer):
     ) -> None:
         """Average loss over all tokens, and the largest average among the ranks that have any."""
         mesh = self._loss_mesh()
+        loss = loss_of_last_stage(loss, self.parallel_dims)
         local_average = loss * max(global_tokens, 1.0) / local_tokens.clamp(min=1)
         self.metrics_processor.log(
             self.step,

@@ -26,7 +26,7 @@ from recipes.data import build_validation_dataloader
 from recipes.loss import collect_token_losses
 from recipes.metrics.positions import LossByPosition
 from recipes.metrics.processor import StripedMetrics
-from recipes.pipeline import pipeline_loss
+from recipes.pipeline import loss_of_last_stage, pipeline_loss
 
 
 class StripedValidator(BaseValidator):
@@ -78,6 +78,7 @@ class StripedValidator(BaseValidator):
             self.positions.add(losses, microbatch.context, microbatch.labels)
         mesh = self.parallel_dims.get_optional_mesh("loss")
         total = dist_utils.dist_sum(tokens, mesh)
+        loss_sum = loss_of_last_stage(loss_sum, self.parallel_dims)
         loss = dist_utils.dist_sum(loss_sum, mesh) / max(total, 1.0)
         dims = self.parallel_dims
         self.metrics_processor.log_validation(

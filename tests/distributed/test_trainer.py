@@ -109,3 +109,33 @@ def test_gradients_of_replicas_are_added_as_those_of_shards_are() -> None:
     replicated = run_ranks(2, steps, ["a third", "none"], *settings, *replicate)[0]
     assert replicated["norm"] == pytest.approx(sharded["norm"], rel=1e-4)
     assert replicated["loss"] == pytest.approx(sharded["loss"], rel=1e-5)
+
+
+PIPELINE = (
+    *("--parallelism.context_parallel_degree", "1"),
+    *("--parallelism.pipeline_parallel_degree", "2"),
+)
+
+
+def test_every_stage_of_a_pipeline_logs_the_loss() -> None:
+    first, last = run_ranks(2, steps, ["a third", "none"], *PIPELINE)
+    for name in ("loss", "largest"):
+        assert first[name] == last[name]
+        assert all(7 < value < 9 for value in first[name])
+
+
+def validation_loss(*settings: str) -> float:
+    logged = []
+    with tempfile.TemporaryDirectory() as folder:
+        validation = ("--validation.enable", "--validation.steps", "1")
+        trainer = make_trainer(folder, *settings, *validation)
+        trainer.metrics_processor.log_validation = lambda loss, *_, **__: logged.append(loss)
+        trainer.validator.validate(trainer.model_parts, 1)
+        trainer.close()
+    return logged[0]
+
+
+def test_every_stage_of_a_pipeline_logs_the_validation_loss() -> None:
+    first, last = run_ranks(2, validation_loss, *PIPELINE)
+    assert first == last
+    assert 7 < first < 9
