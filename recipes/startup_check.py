@@ -19,7 +19,7 @@ from recipes import faults
 from recipes.host_checks import kernel_of, uses_ring
 from recipes.planner.log import plan_of_run
 from recipes.planner.plan import Plan
-from striped_cp.ring import ProcessGroupRing
+from striped_cp.process_group import ProcessGroupRing
 
 if TYPE_CHECKING:
     from recipes.config import StripedJobConfig

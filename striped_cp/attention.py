@@ -16,7 +16,7 @@ from .documents import Documents
 from .kernels import KERNELS
 from .layout import TOKEN_STRIPES, Contiguous, HeadTail, Layout, Striped
 from .ops import ring_attention_op
-from .ring import ring_group
+from .process_group import ring_group
 
 BATCH_DIM, HEAD_DIM, SEQ_DIM = 0, 1, 2
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
-from .kernels.base import Kernel, Partial, PartialGradients, Request
+from .kernels.base import Partial, PartialGradients, TileAttention
 from .ring import Pending, Ring, Tensors
 
 Span = Literal["attention", "wait"]
@@ -47,7 +47,7 @@ def observe(observer: RingObserver | None) -> Iterator[None]:
         _observer = before
 
 
-def observed(ring: Ring, kernel: Kernel) -> tuple[Ring, Kernel]:
+def observed(ring: Ring, kernel: TileAttention) -> tuple[Ring, TileAttention]:
     """The two, watched if there is an observer."""
     if _observer is None:
         return ring, kernel
@@ -55,12 +55,8 @@ def observed(ring: Ring, kernel: Kernel) -> tuple[Ring, Kernel]:
 
 
 class _ObservedKernel:
-    def __init__(self, kernel: Kernel, observer: RingObserver) -> None:
-        self.name = kernel.name
+    def __init__(self, kernel: TileAttention, observer: RingObserver) -> None:
         self.kernel, self.observer = kernel, observer
-
-    def refuse(self, request: Request) -> str | None:
-        return self.kernel.refuse(request)
 
     def forward(self, *args: Any) -> Iterator[Partial]:
         return self._watch(self.kernel.forward, args)

@@ -16,12 +16,13 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from .documents import Documents
-from .kernels import Kernel, Request, choose_kernel
+from .kernels import Request, choose_kernel
+from .kernels.base import TileAttention
 from .layout import layout_from_spec
 from .observe import observed
+from .process_group import ProcessGroupRing
 from .ring import (
     Buffers,
-    ProcessGroupRing,
     Ring,
     SingleRing,
     attention_backward,
@@ -42,7 +43,7 @@ def _ring(group_name: str) -> Ring:
 
 def _prepare(
     query: Tensor, boundaries: Tensor | None, layout_spec: str, group_name: str, kernel_name: str
-) -> tuple[tuple[Tile, ...], Kernel, Ring]:
+) -> tuple[tuple[Tile, ...], TileAttention, Ring]:
     """What one direction of the ring needs, in the order of its arguments."""
     ring = _ring(group_name)
     layout = layout_from_spec(layout_spec)

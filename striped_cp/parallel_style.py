@@ -9,7 +9,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from .attention import RotateMethod, check_options, check_unsupported, ring_attention
 from .documents import Documents
 from .layout import TOKEN_STRIPES, Layout
-from .ring import ring_group
+from .process_group import ring_group
 
 
 class RingAttention(nn.Module):

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .layout import TOKEN_STRIPES, Layout
-from .ring import all_gather_single, ring_group
+from .process_group import all_gather_single, ring_group
 
 
 def shard_sequence(

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from striped_cp import Documents, Layout
-from striped_cp.kernels import KERNELS, Kernel
+from striped_cp.kernels import KERNELS
+from striped_cp.kernels.base import TileAttention
 from striped_cp.loopback import loopback
 from striped_cp.ring import Ring, attention_backward, attention_forward
 from striped_cp.tiles import tiles_of_rank
@@ -71,7 +72,7 @@ def check(what: Check, device: str) -> dict[str, Any]:
     }
 
 
-def _ring(what: Check, inputs: list[Tensor], kernel: Kernel) -> list[Tensor]:
+def _ring(what: Check, inputs: list[Tensor], kernel: TileAttention) -> list[Tensor]:
     """out, dq, dk, dv of all ranks, (P, B, H, n, D)."""
     seq_len = WORLD_SIZE * what.rows
 

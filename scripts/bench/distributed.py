@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from striped_cp import Layout, ring_attention
-from striped_cp.ring import ProcessGroupRing, attention_backward, attention_forward
+from striped_cp.process_group import ProcessGroupRing
+from striped_cp.ring import attention_backward, attention_forward
 from striped_cp.tiles import tiles_of_rank
 
 from .case import Case

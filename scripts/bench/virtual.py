@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from striped_cp import Layout
-from striped_cp.kernels import Kernel
-from striped_cp.kernels.base import Partial, PartialGradients
+from striped_cp.kernels.base import Partial, PartialGradients, TileAttention
 from striped_cp.ring import Pending, Ring, attention_backward, attention_forward
 from striped_cp.tiles import Tile, tiles_of_rank
 
@@ -57,9 +56,8 @@ class StepClock:
 class ClockKernel:
     """A kernel that tells the clock when the ring takes up its next tile."""
 
-    def __init__(self, kernel: Kernel, clock: StepClock) -> None:
+    def __init__(self, kernel: TileAttention, clock: StepClock) -> None:
         self.kernel, self.clock = kernel, clock
-        self.name, self.refuse = kernel.name, kernel.refuse
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, tile: Tile, scale: float

@@ -67,18 +67,13 @@ class Request:
     documents: Documents | None
 
 
-class Kernel(Protocol):
-    """Attention over one tile, forward and backward.
+class TileAttention(Protocol):
+    """Attention over one tile, forward and backward: what a ring asks of a kernel.
 
-    `refuse` says in one clause why the kernel cannot serve a request, or returns None. `forward`
-    yields partial outputs that the caller merges; on the diagonal tile (query rank = key rank) they
-    cover every query row exactly once. `backward` takes the final out and lse (all keys of all
-    ranks) and yields partial gradients that the caller sums.
+    `forward` yields partial outputs that the caller merges; on the diagonal tile (query rank = key
+    rank) they cover every query row exactly once. `backward` takes the final out and lse (all keys
+    of all ranks) and yields partial gradients that the caller sums.
     """
-
-    name: str
-
-    def refuse(self, request: Request) -> str | None: ...
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, tile: Tile, scale: float
@@ -95,3 +90,12 @@ class Kernel(Protocol):
         tile: Tile,
         scale: float,
     ) -> Iterator[PartialGradients]: ...
+
+
+class Kernel(TileAttention, Protocol):
+    """A way to compute tiles that a user can name."""
+
+    name: str
+
+    def refuse(self, request: Request) -> str | None:
+        """Why the kernel cannot serve, in one clause; None if it can."""

@@ -16,11 +16,6 @@ from .base import Partial, PartialGradients, Region, Request
 class DenseKernel(ABC):
     """Base of the kernels whose calls take whole blocks; subclasses supply the two calls."""
 
-    name: str
-
-    @abstractmethod
-    def refuse(self, request: Request) -> str | None: ...
-
     @abstractmethod
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float

@@ -23,7 +23,7 @@ from striped_cp import (
     shard_sequence,
     unshard_sequence,
 )
-from striped_cp.ring import all_gather_single
+from striped_cp.process_group import all_gather_single
 from tests.distributed.launch import run_ranks
 from tests.loopback import random_inputs
 from tests.reference import check_close, reference_gradients
@@ -272,7 +272,9 @@ def test_traffic_is_the_keys_and_values_once_per_hop_on_every_rank(world_size):
 def check_allgather_is_one_collective() -> None:
     mesh = ring_mesh(3)
     q, k, v = (x[:, :, :4] for x in random_inputs(1, (2, 1), 12, 8, torch.float32)[:3])
-    with mock.patch("striped_cp.ring.all_gather_single", side_effect=all_gather_single) as gather:
+    with mock.patch(
+        "striped_cp.process_group.all_gather_single", side_effect=all_gather_single
+    ) as gather:
         ring_attention(q, k, v, mesh=mesh, rotate_method="allgather")
     assert gather.call_count == 1
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from recipes import faults, startup_check
 from recipes.startup_check import Link, check_ring, report, slow_links, timeout_warning
-from striped_cp.ring import ProcessGroupRing
+from striped_cp.process_group import ProcessGroupRing
 from tests.distributed.launch import run_ranks
 
 CPU = torch.device("cpu")

@@ -1,0 +1,108 @@
+"""The ring of a process group: neighbours talk over torch.distributed, on gloo or NCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from .ring import Buffers, Pending, Ring
+
+# Its name up to torch 2.12.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def ring_group(mesh: DeviceMesh | None) -> tuple[str, int]:
+    """(process group name, P) of the ring; ("", 1) where there is nothing to send.
+
+    Raises:
+        ValueError: the mesh has more than one dimension.
+    """
+    if mesh is None:
+        return "", 1
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(f"mesh must be a DeviceMesh or None, not a {type(mesh).__name__}")
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"mesh must have one dimension, the ring's; got {mesh.mesh_dim_names or mesh.shape}. "
+            "Pass its submesh, for example mesh['cp']"
+        )
+    return ("", 1) if mesh.size() == 1 else (mesh.get_group().group_name, mesh.size())
+
+
+class ProcessGroupRing(Ring):
+    """The ring of a process group, over asynchronous point-to-point operations.
+
+    Args:
+        buffers: receive buffers to use and to add to, so that they outlive this object.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, buffers: Buffers | None = None) -> None:
+        super().__init__(group.rank(), group.size(), buffers)
+        self.group = group
+
+    def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor]) -> Pending:
+        to, source = (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
+        # group_peer: ranks of this group, which need not be contiguous in the world.
+        ops = [dist.P2POp(dist.isend, x, group=self.group, group_peer=to) for x in send]
+        ops += [dist.P2POp(dist.irecv, x, group=self.group, group_peer=source) for x in receive]
+        return _Hop(dist.batch_isend_irecv(ops), self)
+
+    def _gloo_limit(self) -> timedelta | None:
+        """The present time limit of the group, if it is gloo's.
+
+        Gloo's sends and receives keep the limit that their group was made with (torch 2.13). With
+        NCCL a limit would make the host wait for the device; its watchdog knows the present one.
+        """
+        if dist.get_backend(self.group) != "gloo":
+            return None
+        return self.group._get_backend(torch.device("cpu")).options._timeout
+
+    def members(self) -> list[int]:
+        """Ranks of the job, in the order of the ring."""
+        return dist.get_process_group_ranks(self.group)
+
+    def all_gather(self, out: Tensor, x: Tensor) -> Pending:
+        # flatten: gloo wants the gathered pieces concatenated, not stacked.
+        return _Works([all_gather_single(out.flatten(0, 1), x, group=self.group, async_op=True)])
+
+    def all_to_all(self, out: Tensor, x: Tensor) -> Pending:
+        return _Works([dist.all_to_all_single(out, x, group=self.group, async_op=True)])
+
+
+class _Works:
+    def __init__(self, works: list[Any]) -> None:
+        self.works = works
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+class _Hop(_Works):
+    """A hop whose errors name the neighbours."""
+
+    def __init__(self, works: list[Any], ring: ProcessGroupRing) -> None:
+        super().__init__(works)
+        self.ring = ring
+
+    def wait(self) -> None:
+        limit = self.ring._gloo_limit()
+        try:
+            for work in self.works:
+                if limit is None:
+                    work.wait()
+                else:
+                    work.wait(limit)
+        except RuntimeError as error:
+            rank, size, members = self.ring.rank, self.ring.world_size, self.ring.members()
+            before, after = members[rank - 1], members[(rank + 1) % size]
+            raise RuntimeError(
+                f"ring: rank {members[rank]} waited for keys from rank {before} and for rank "
+                f"{after} to take its own: {error}"
+            ) from error
