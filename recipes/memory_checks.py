@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from recipes.config_types import InvalidSetting
 from recipes.planner.memory import GIB, in_flight_microbatches, offloaded_bytes
 from recipes.planner.run import Levers, Run
+from recipes.planner.settings import virtual_stages
 from recipes.planner.shapes import SHAPES
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ def offloaded_bytes_per_rank(config: "StripedJobConfig") -> float:
         pp=parallelism.pipeline_parallel_degree,
         pp_schedule=parallelism.pipeline_parallel_schedule,
         pp_microbatch=parallelism.pipeline_parallel_microbatch_size,
+        virtual_stages=virtual_stages(config),
         levers=Levers(
             recompute_attention=config.memory.recompute_attention, offload_checkpoints=True
         ),

@@ -100,13 +100,14 @@ def in_flight_microbatches(run: Run) -> float:
     """Microbatches whose checkpoints the first pipeline rank holds at once."""
     if run.pp == 1:
         return 1
-    if run.pp_schedule == "GPipe":
+    if run.pp_schedule in ("GPipe", "LoopedBFS"):
         return run.microbatches
     if run.virtual_stages == 1:
         return min(run.pp, run.microbatches)
     # Interleaved 1F1B (Narayanan et al., arXiv 2104.04473, section 2.2): warm-up chunks of the
-    # first rank, each 1/v of its layers.
-    chunks = (run.virtual_stages - 1) * run.pp + 2 * (run.pp - 1) + 1
+    # first rank, each 1/v of its layers, in rounds of pp microbatches or some more.
+    per_round = run.microbatches // max(1, run.microbatches // run.pp)
+    chunks = (run.virtual_stages - 1) * per_round + 2 * (run.pp - 1) + 1
     return min(chunks / run.virtual_stages, run.microbatches)
 
 

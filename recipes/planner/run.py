@@ -165,10 +165,10 @@ def check(run: Run, gpu: Gpu) -> None:
             f"parallelism.pipeline_parallel_degree = {run.pp} exceeds the model's "
             f"{shape.n_layers} layers"
         )
-    if run.pp > 1 and run.microbatches < run.pp:
+    if run.pp_schedule == "1F1B" and run.microbatches < run.pp:
         raise ValueError(
             f"training.local_batch_size = {run.local_batch} gives {run.microbatches} microbatches, "
-            f"fewer than parallelism.pipeline_parallel_degree = {run.pp}"
+            f"fewer than parallelism.pipeline_parallel_degree = {run.pp}, which 1F1B does not take"
         )
     if run.kernel not in gpu.kernels:
         raise ValueError(

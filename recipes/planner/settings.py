@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 # Stages per rank that torchtitan 0.2.2 makes when layers_per_stage is not set.
-_SCHEDULES = {"1F1B": 1, "GPipe": 1, "Interleaved1F1B": 2}
+_SCHEDULES = {"1F1B": 1, "GPipe": 1, "Interleaved1F1B": 2, "LoopedBFS": 2}
 
 
 def run_from_config(
@@ -31,7 +31,6 @@ def run_from_config(
     """
     parallelism, training = config.parallelism, config.training
     _refuse_unmodelled(config)
-    virtual_stages = _virtual_stages(config)
     run = with_degrees(
         Run(
             SHAPES[config.model.flavor],
@@ -56,7 +55,7 @@ def run_from_config(
             reshard_after_forward=parallelism.fsdp_reshard_after_forward,
             pp_schedule=parallelism.pipeline_parallel_schedule,
             pp_microbatch=parallelism.pipeline_parallel_microbatch_size,
-            virtual_stages=virtual_stages,
+            virtual_stages=virtual_stages(config),
         ),
         gpus,
     )
@@ -124,8 +123,8 @@ def _refuse_unmodelled(config: StripedJobConfig) -> None:
         raise ValueError("training.enable_cpu_offload = true: the planner does not model it")
 
 
-def _virtual_stages(config: StripedJobConfig) -> int:
-    """Pipeline stages per rank."""
+def virtual_stages(config: StripedJobConfig) -> int:
+    """Pipeline stages per rank, for the schedules that the planner knows."""
     parallelism = config.parallelism
     pp = parallelism.pipeline_parallel_degree
     per_stage = parallelism.pipeline_parallel_layers_per_stage

@@ -233,10 +233,15 @@ def tp_seconds(run: Run, gpu: Gpu) -> float:
 
 
 def bubble_share(run: Run) -> float:
-    """Idle time of the pipeline over its busy time: (p - 1) / (m v), arXiv 2104.04473."""
+    """Idle time of the pipeline over its busy time: (p - 1) / (m v), arXiv 2104.04473.
+
+    With fewer microbatches than ranks each of the other v - 1 stages of a rank waits for the first
+    microbatch to come round.
+    """
     if run.pp == 1:
         return 0.0
-    return (run.pp - 1) / (run.microbatches * run.virtual_stages)
+    waits = (run.virtual_stages - 1) * max(0, run.pp - run.microbatches)
+    return (run.pp - 1 + waits) / (run.microbatches * run.virtual_stages)
 
 
 def loss_seconds(run: Run, gpu: Gpu) -> tuple[float, float]:

@@ -76,6 +76,24 @@ def test_host_without_room_is_refused_at_startup(monkeypatch):
     memory_checks.check_host_memory(config)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "microbatches"),
+    [("1F1B", 4), ("Interleaved1F1B", 5.5), ("LoopedBFS", 16), ("GPipe", 16)],
+)
+def test_host_memory_of_a_pipeline_is_that_of_the_microbatches_under_way(schedule, microbatches):
+    """70B on pp 4: 20 layers a rank, block input and attention output of 32 MiB each."""
+    settings = {
+        **{"model.flavor": "70B", "training.seq_len": 131072, "training.local_batch_size": 16},
+        **{"parallelism.context_parallel_degree": 8, "parallelism.tensor_parallel_degree": 8},
+        **{"parallelism.pipeline_parallel_degree": 4},
+        "parallelism.pipeline_parallel_schedule": schedule,
+        "activation_checkpoint.mode": "full",
+    }
+    overrides = [text for key, value in settings.items() for text in (f"--{key}", str(value))]
+    config = load_config([*overrides, *OFFLOAD])
+    assert offloaded_bytes_per_rank(config) == microbatches * 20 * 2 * 32 * 2**20
+
+
 def test_host_without_room_is_an_error_at_run_time(monkeypatch):
     import torch
 

@@ -181,20 +181,29 @@ def test_fsdp_keeps_the_output_projection_gathered():
 
 
 @pytest.mark.parametrize(
-    ("schedule", "virtual_stages", "in_flight", "bubble"),
-    [("1F1B", 1, 4, 3 / 8), ("GPipe", 1, 8, 3 / 8), ("Interleaved1F1B", 2, 5.5, 3 / 16)],
+    ("schedule", "virtual_stages", "microbatches", "in_flight", "bubble"),
+    [
+        ("1F1B", 1, 8, 4, 3 / 8),
+        ("GPipe", 1, 8, 8, 3 / 8),
+        ("GPipe", 1, 2, 2, 3 / 2),
+        ("Interleaved1F1B", 2, 8, 5.5, 3 / 16),
+        ("Interleaved1F1B", 2, 10, 6, 3 / 20),
+        ("Interleaved1F1B", 2, 2, 2, 5 / 4),
+        ("LoopedBFS", 2, 8, 8, 3 / 16),
+    ],
 )
-def test_pipeline(schedule, virtual_stages, in_flight, bubble):
+def test_pipeline(schedule, virtual_stages, microbatches, in_flight, bubble):
     run = Run(
         SHAPES["8B"],
         8192,
-        local_batch=8,
+        local_batch=microbatches,
         pp=4,
         pp_schedule=schedule,
         virtual_stages=virtual_stages,
     )
     assert in_flight_microbatches(run) == in_flight
     assert bubble_share(run) == bubble
+    check(run, H100)
 
 
 def test_a_hop_hides_from_the_length_that_the_plan_names():

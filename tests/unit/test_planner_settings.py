@@ -102,6 +102,7 @@ PIPELINE = (
     [
         ((), 1),
         (("--parallelism.pipeline_parallel_schedule", "Interleaved1F1B"), 2),
+        (("--parallelism.pipeline_parallel_schedule", "LoopedBFS"), 2),
         (
             (
                 *("--parallelism.pipeline_parallel_schedule", "Interleaved1F1B"),
@@ -117,6 +118,13 @@ def test_pipeline_stages(overrides, stages):
     assert (run.virtual_stages, run.microbatches, run.dp_shard) == (stages, 8, 4)
 
 
+@pytest.mark.parametrize("schedule", ["GPipe", "Interleaved1F1B", "LoopedBFS"])
+def test_fewer_microbatches_than_ranks_are_planned_where_training_takes_them(schedule):
+    few = ("--training.local_batch_size", "2")
+    run = planned(*PIPELINE, *few, "--parallelism.pipeline_parallel_schedule", schedule)
+    assert run.microbatches == 2
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -127,7 +135,7 @@ def test_pipeline_stages(overrides, stages):
                 *("--activation_checkpoint.mode", "none"),
                 *("--parallelism.pipeline_parallel_schedule", "ZBVZeroBubble"),
             ),
-            'schedule = "ZBVZeroBubble": the planner knows 1F1B, GPipe, Interleaved1F1B',
+            'schedule = "ZBVZeroBubble": the planner knows 1F1B, GPipe, Interleaved1F1B, LoopedBFS',
         ),
         (
             (*PIPELINE, "--parallelism.pipeline_parallel_layers_per_stage", "5"),
