@@ -57,6 +57,7 @@ LAYOUTS = {
     "cp2 headtail": (2, layout(cp=2, balancer="headtail")),
     "cp2 contiguous": (2, layout(cp=2, balancer="contiguous")),
     "tp2": (2, layout(tp=2)),
+    "tp4": (4, layout(tp=4)),
     "tp2, whole logits": (2, layout(tp=2) + WHOLE_LOGITS),
     "tp2, loss not parallel": (2, layout(tp=2) + PLAIN_LOSS),
     "cp2 tp2": (4, layout(cp=2, tp=2)),

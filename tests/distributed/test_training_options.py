@@ -1,8 +1,12 @@
 """Options that keep the numbers, or nearly, together with context parallelism and the others."""
 
+from unittest import mock
+
 import pytest
 
+from recipes.llama3.model import Attention
 from tests.distributed.launch import run_ranks
+from tests.distributed.model_step import Step
 from tests.distributed.training import Job, Result, common, gradients, train
 
 CP = "--parallelism.context_parallel_degree"
@@ -97,6 +101,26 @@ def test_near_float32(name: str, seed_folder: str, one_rank: Result, tmp_path) -
     for result in results:
         # Rounding, not a missing or doubled part.
         assert 1e-5 < max(result.gradient_errors.values()) < 0.2, result.gradient_errors
+
+
+def dtypes_in_attention() -> set[tuple[str, ...]]:
+    """Of the hidden states, rotations and positions that the blocks' attention gets."""
+    found = set()
+    forward = Attention.forward
+
+    def spy(self, x, rotation, documents, positions=None):
+        found.add(tuple(str(tensor.dtype) for tensor in (x, rotation, positions)))
+        return forward(self, x, rotation, documents, positions)
+
+    with mock.patch.object(Attention, "forward", spy):
+        Step(*CP2, *BFLOAT16, "--training.dtype", "bfloat16").run()
+    return found
+
+
+def test_bfloat16_rounds_no_positions() -> None:
+    """FSDP casts what a block gets, and would cast angles that are floating-point numbers."""
+    expected = {("torch.bfloat16", "torch.complex64", "torch.int64")}
+    assert run_ranks(2, dtypes_in_attention) == [expected, expected]
 
 
 @slow
