@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 from recipes.config_types import InvalidSetting
-from recipes.planner.memory import GIB, in_flight_microbatches, offloaded_bytes
+from recipes.planner.memory import GIB, in_flight_microbatches, pinned_bytes
 from recipes.planner.run import Levers, Run
 from recipes.planner.settings import virtual_stages
 from recipes.planner.shapes import SHAPES
@@ -101,4 +101,4 @@ def offloaded_bytes_per_rank(config: "StripedJobConfig") -> float:
     )
     layers = in_flight_microbatches(run) * run.layers_per_rank
     # The planner counts in bfloat16.
-    return layers * offloaded_bytes(run) * (2 if training.mixed_precision_param == "float32" else 1)
+    return layers * pinned_bytes(run) * (2 if training.mixed_precision_param == "float32" else 1)

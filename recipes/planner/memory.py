@@ -10,6 +10,7 @@ the largest of the three. All functions return bytes.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from recipes.planner.run import Run
@@ -135,15 +136,25 @@ def checkpoint_bytes(run: Run) -> float:
 
 
 def offloaded_bytes(run: Run) -> float:
-    """What one checkpointed layer sends to host memory, for one microbatch.
+    """What one checkpointed layer sends to host memory, for one microbatch."""
+    return sum(_offloaded_tensors(run))
 
-    Its input and, unless it is computed again, its attention output.
+
+def pinned_bytes(run: Run) -> int:
+    """Host memory that `offloaded_bytes` takes.
+
+    torch 2.13 rounds every pinned block up to a power of two (ATen/core/CachingHostAllocator.h).
     """
+    return sum(1 << (math.ceil(size) - 1).bit_length() for size in _offloaded_tensors(run))
+
+
+def _offloaded_tensors(run: Run) -> list[float]:
+    """Bytes of a layer's input and, unless it is computed again, of its attention output."""
     shape, levers = run.shape, run.levers
     if not levers.offload_checkpoints:
-        return 0.0
-    width = shape.dim + (0 if levers.recompute_attention else shape.query_dim)
-    return _BF16 * width * run.microbatch * run.local_tokens / run.tp
+        return []
+    widths = [shape.dim] if levers.recompute_attention else [shape.dim, shape.query_dim]
+    return [_BF16 * width * run.microbatch * run.local_tokens / run.tp for width in widths]
 
 
 def layer_bytes(run: Run) -> dict[str, float]:
@@ -265,5 +276,5 @@ def plan_memory(run: Run) -> MemoryPlan:
         "framework": FRAMEWORK_BYTES,
     }
     idle = {"layer peak", "loss"} - set(alive)
-    host = layers_in_flight * offloaded_bytes(run)
+    host = layers_in_flight * pinned_bytes(run)
     return MemoryPlan(parts, moment, frozenset(set(parts) - idle), host)

@@ -15,6 +15,7 @@ from recipes.planner.memory import (
     in_flight_microbatches,
     layer_bytes,
     loss_bytes,
+    offloaded_bytes,
     plan_memory,
     ring_bytes,
     rope_bytes,
@@ -92,6 +93,10 @@ def test_checkpoints():
     )
     assert checkpoint_bytes(RUN_1M) == 0
     assert plan_memory(RUN_1M).host == 32 * 4 * tokens * dim
+    # 3B: 768 MiB each, of which torch makes pinned blocks of 1 GiB.
+    small = replace(RUN_1M, shape=SHAPES["3B"])
+    assert offloaded_bytes(small) == 2 * 768 * 2**20
+    assert plan_memory(small).host == 28 * 2 * 2**30
     # torchtitan's selective "op": 31,744 elements a token and layer of 8B.
     selective = lever(checkpointing="selective", offload_checkpoints=False)
     assert checkpoint_bytes(selective) == 2 * 31744 * tokens
