@@ -13,7 +13,7 @@ from recipes.config_types import InvalidSetting, toml
 from recipes.host_checks import check_host
 from recipes.memory_checks import check_host_memory, check_memory
 from recipes.value_checks import check_values
-from striped_cp.layout import Contiguous, HeadTail, Layout, Striped
+from striped_cp.layout import Layout, Striped, layout_from_spec
 
 if TYPE_CHECKING:
     from recipes.config import StripedJobConfig
@@ -52,13 +52,8 @@ def _check_rope(config: "StripedJobConfig") -> None:
 
 def layout_of(config: "StripedJobConfig") -> Layout:
     """The layout that `parallelism.context_parallel_load_balancer` and its block size name."""
-    match config.parallelism.context_parallel_load_balancer:
-        case "striped":
-            return Striped(config.striped_cp.block_size)
-        case "headtail":
-            return HeadTail()
-        case "contiguous":
-            return Contiguous()
+    name = config.parallelism.context_parallel_load_balancer
+    return Striped(config.striped_cp.block_size) if name == "striped" else layout_from_spec(name)
 
 
 def seq_len_divisor(config: "StripedJobConfig") -> int:

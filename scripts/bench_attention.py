@@ -29,11 +29,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 from bench import distributed, end_to_end, virtual
-from bench.case import DTYPES, Case, parse_layout
+from bench.case import DTYPES, Case
 from bench.plot import plot, require_matplotlib
 from bench.report import Row, rows_of, table, write_json
 
 from striped_cp.kernels import KERNELS
+from striped_cp.layout import layout_from_spec
 
 # Options that describe one attention call, which a training job describes in its TOML.
 ATTENTION_ALONE = [
@@ -78,7 +79,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--head-dim", type=positive, default=64)
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
     parser.add_argument(
-        "--layouts", default="striped,headtail,contiguous", help="also striped:BLOCK"
+        "--layouts", default="striped,headtail,contiguous", help="also striped:BLOCK_SIZE"
     )
     parser.add_argument("--documents", type=integers, help="lengths that sum to S")
     parser.add_argument("--kernel", choices=["auto", *KERNELS], default="auto")
@@ -112,7 +113,7 @@ def world_sizes(arguments: argparse.Namespace) -> tuple[int, ...]:
 
 
 def measure_attention(arguments: argparse.Namespace) -> list[Row]:
-    layouts = {name: parse_layout(name) for name in arguments.layouts.split(",")}
+    layouts = {name: layout_from_spec(name) for name in arguments.layouts.split(",")}
     cases = [
         Case(
             device=arguments.device,
@@ -145,7 +146,7 @@ def measure_attention(arguments: argparse.Namespace) -> list[Row]:
 def measure_training(arguments: argparse.Namespace) -> list[Row]:
     layouts = arguments.layouts.split(",")
     for layout in layouts:
-        parse_layout(layout)
+        layout_from_spec(layout)
     rows: list[Row] = []
     for world_size, seq_len in product(arguments.world_size or (2,), arguments.seq_len):
         rows += end_to_end.measure(

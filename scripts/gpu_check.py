@@ -33,13 +33,10 @@ from bench.correctness import Check, check
 from bench.report import rows_of, table
 from bench.training import train
 
-from striped_cp import Contiguous, HeadTail, Layout, Striped
+from striped_cp import Striped
+from striped_cp.layout import layout_from_spec
 
-LAYOUTS: dict[str, Layout] = {
-    "striped": Striped(),
-    "headtail": HeadTail(),
-    "contiguous": Contiguous(),
-}
+LAYOUTS = {name: layout_from_spec(name) for name in ("striped", "headtail", "contiguous")}
 CHECKPOINTS = ("--activation_checkpoint.mode", "full")
 LEVERS: dict[str, tuple[str, ...]] = {
     "none": ("--memory.loss_chunk_tokens", "0"),

@@ -161,8 +161,17 @@ class Contiguous(RunLayout):
 
 
 def layout_from_spec(spec: str) -> Layout:
-    """Inverse of `Layout.spec`."""
-    name, _, block_size = spec.partition(":")
-    if name == "striped":
-        return Striped(int(block_size))
-    return {"headtail": HeadTail, "contiguous": Contiguous}[name]()
+    """Inverse of `Layout.spec`; "striped" alone means stripes of one token.
+
+    Raises:
+        ValueError: no such layout.
+    """
+    name, colon, block_size = spec.partition(":")
+    if name == "striped" and (block_size.isdecimal() or not colon):
+        return Striped(int(block_size or 1))
+    for layout in (HeadTail(), Contiguous()):
+        if spec == layout.spec:
+            return layout
+    raise ValueError(
+        f"layout {spec!r}: allowed are striped, striped:BLOCK_SIZE, headtail, contiguous"
+    )

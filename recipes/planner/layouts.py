@@ -9,7 +9,7 @@ from recipes.planner.hardware import Gpu
 from recipes.planner.plan import Plan, make_plan
 from recipes.planner.run import Run
 from striped_cp.documents import Documents
-from striped_cp.layout import Contiguous, HeadTail, Layout, Striped
+from striped_cp.layout import Layout, Striped, layout_from_spec
 from striped_cp.tiles import tiles_of_rank
 
 # Stripes as wide as a block of FlexAttention, beside token stripes.
@@ -49,8 +49,7 @@ def slowest_pairs(layout: Layout, run: Run) -> tuple[tuple[float, ...], float]:
 
 def layout_of(run: Run) -> Layout:
     """The library's layout for `run`."""
-    named = {"headtail": HeadTail(), "contiguous": Contiguous()}
-    return named.get(run.layout) or Striped(run.block_size)
+    return Striped(run.block_size) if run.layout == "striped" else layout_from_spec(run.layout)
 
 
 def with_documents(run: Run) -> Run:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from striped_cp import Contiguous, Documents, HeadTail, Layout, Striped
+from striped_cp import Documents, Layout
 from striped_cp.kernels import Kernel, Request, choose_kernel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -85,15 +85,3 @@ class Case:
             self.packed(),
         )
         return choose_kernel(self.kernel, request)
-
-
-def parse_layout(name: str) -> Layout:
-    """ "striped", "striped:BLOCK", "headtail" or "contiguous"."""
-    kind, _, block_size = name.partition(":")
-    if kind == "striped" and (not block_size or block_size.isdigit()):
-        return Striped(int(block_size or 1))
-    if name not in ("headtail", "contiguous"):
-        raise ValueError(
-            f"--layouts {name!r}: allowed are striped, striped:BLOCK, headtail, contiguous"
-        )
-    return HeadTail() if name == "headtail" else Contiguous()

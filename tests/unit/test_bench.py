@@ -9,7 +9,7 @@ from pathlib import Path
 import bench_attention
 import pytest
 import torch
-from bench.case import Case, parse_layout
+from bench.case import Case
 from bench.correctness import Check, check
 from bench.measure import Samples, Timing, peak_memory
 from bench.plot import plot
@@ -124,17 +124,12 @@ def test_correctness_check_finds_wrong_gradients(monkeypatch):
     assert result["errors"]["dk"] == pytest.approx(1e-3, rel=0.1)
 
 
-def test_layout_names():
-    assert parse_layout("striped:4") == Striped(4)
-    assert parse_layout("contiguous") == Contiguous()
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--heads", "3"], "--heads 3 must be a multiple of --kv-heads 2"),
         (["--documents", "3,4"], "--documents must sum to --seq-len 16384, not 7"),
-        (["--layouts", "zigzag"], "'zigzag': allowed are striped, striped:BLOCK, headtail"),
+        (["--layouts", "zigzag"], "layout 'zigzag': allowed are striped, striped:BLOCK_SIZE"),
         (["--seq-len", "17"], "sequence length 17 must be a positive multiple of 2"),
         (["--seq-len", "0"], "'0': allowed are positive integers"),
         (["--kernel", "flash"], "kernel = 'flash' cannot serve"),

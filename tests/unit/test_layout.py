@@ -51,6 +51,15 @@ def test_spec_round_trip(layout):
     assert layout_from_spec(layout.spec) == layout
 
 
+@pytest.mark.parametrize(
+    "spec", ["zigzag", "", "striped:", "striped:-1", "striped:x", "headtail:2"]
+)
+def test_impossible_specs(spec):
+    assert layout_from_spec("striped") == Striped(1)
+    with pytest.raises(ValueError, match="allowed are striped, striped:BLOCK_SIZE, headtail, cont"):
+        layout_from_spec(spec)
+
+
 def test_million_tokens_stay_integers():
     positions = Striped().positions(2**20, 8, 7)
     assert positions[-1].item() == 2**20 - 1
