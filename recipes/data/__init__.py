@@ -53,5 +53,4 @@ def _build(
         infinite=infinite,
         num_workers=data.dataloader.num_workers,
         prefetch_factor=data.dataloader.prefetch_factor or 2,
-        pin_memory=data.dataloader.pin_memory,
     )

@@ -59,7 +59,6 @@ class DocumentLoader(BaseDataLoader):
             is filled with rows of padding, so that all have the same shape.
         num_workers: threads that tokenize; with any, batches are also made ahead of their use.
         prefetch_factor: documents in flight per worker, and batches made ahead.
-        pin_memory: whether input and labels lie in page-locked memory.
     """
 
     def __init__(
@@ -76,7 +75,6 @@ class DocumentLoader(BaseDataLoader):
         infinite: bool,
         num_workers: int = 0,
         prefetch_factor: int = 2,
-        pin_memory: bool = False,
     ) -> None:
         self.source = source
         self.tokenizer = tokenizer
@@ -89,7 +87,6 @@ class DocumentLoader(BaseDataLoader):
         self.infinite = infinite
         self.num_workers = num_workers
         self.prefetch_factor = prefetch_factor
-        self.pin_memory = pin_memory
         self._state = self._start = State(Position(0, None), [])
         self._resumed = False
 
@@ -115,18 +112,11 @@ class DocumentLoader(BaseDataLoader):
         for sample, after in self._samples(state):
             rows.append(sample)
             if len(rows) == self.batch_size:
-                yield self._collate(rows), after
+                yield collate(rows), after
                 rows = []
         if rows:
             rows += [padding_sample(self.seq_len)] * (self.batch_size - len(rows))
-            yield self._collate(rows), after
-
-    def _collate(self, rows: list[Sample]) -> Batch:
-        inputs, labels = collate(rows)
-        if self.pin_memory and torch.cuda.is_available():
-            # Not the boundaries: the host reads them.
-            inputs["input"], labels = inputs["input"].pin_memory(), labels.pin_memory()
-        return inputs, labels
+            yield collate(rows), after
 
     def _samples(self, state: State) -> Iterator[tuple[Sample, State]]:
         """Sequences after `state`, each with the state after it."""
