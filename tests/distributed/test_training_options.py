@@ -125,7 +125,7 @@ def test_bfloat16_rounds_no_positions() -> None:
 
 @slow
 def test_inductor_keeps_the_loss(seed_folder: str, one_rank: Result, tmp_path) -> None:
-    settings = (*CP2, "--compile.enable", "--compile.components", "model", "loss")
+    settings = (*CP2, "--compile.enable", "--compile.components", "model,loss")
     job = Job(str(tmp_path), common(seed_folder) + settings, gradients(seed_folder))
     results = run_ranks(2, train, job, timeout=280)
     assert results[0].losses == pytest.approx(one_rank.losses, rel=1e-4)
