@@ -122,8 +122,8 @@ _ONLY: dict[str, tuple[object, str]] = {
     "optimizer.early_step_in_backward": (False, "gradients could not be clipped any more"),
     "training.dataloader.persistent_workers": (False, "the workers are threads"),
     "validation.dataloader.persistent_workers": (False, "the workers are threads"),
-    "training.dataloader.pin_memory": (False, "a rank copies its own tokens, too few to gain by it"),
-    "validation.dataloader.pin_memory": (False, "a rank copies its own tokens, too few to gain by it"),
+    "training.dataloader.pin_memory": (False, "a rank copies too few tokens to gain by it"),
+    "validation.dataloader.pin_memory": (False, "a rank copies too few tokens to gain by it"),
 }
 
 

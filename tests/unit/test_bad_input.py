@@ -117,7 +117,7 @@ SETTINGS = [
     ("training.dataloader.num_workers", "-1", "at least 0"),
     ("training.dataloader.prefetch_factor", "0", "at least 1"),
     ("training.dataloader.persistent_workers", None, "the workers are threads"),
-    ("training.dataloader.pin_memory", None, "a rank copies its own tokens, too few to gain by it"),
+    ("training.dataloader.pin_memory", None, "a rank copies too few tokens to gain by it"),
     ("optimizer.name", "SGD", '"Adam", "AdamW"'),
     ("optimizer.lr", "nan", "at least 0"),
     ("optimizer.lr", "-1e-3", "at least 0"),
