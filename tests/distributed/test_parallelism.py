@@ -56,6 +56,8 @@ LAYOUTS = {
     "tp2, four microbatches": (2, layout(tp=2) + ONE_ROW),
     "cp2 headtail": (2, layout(cp=2, balancer="headtail")),
     "cp2 contiguous": (2, layout(cp=2, balancer="contiguous")),
+    "cp2 stripes of 8": (2, (*layout(cp=2), "--striped_cp.block_size", "8")),
+    "cp2 allgather": (2, (*layout(cp=2), "--striped_cp.rotate_method", "allgather")),
     "tp2": (2, layout(tp=2)),
     "tp4": (4, layout(tp=4)),
     "tp2, whole logits": (2, layout(tp=2) + WHOLE_LOGITS),

@@ -59,3 +59,25 @@ def test_hops(world_size):
     for hops in run_ranks(world_size, count_hops, cases):
         for name, (_, twice) in cases.items():
             assert hops[name] == LAYERS * (forward + backward) + twice * forward, name
+
+
+def test_the_method_of_the_settings_is_the_rings():
+    """torchtitan 0.2.2 reads a rotate method and does nothing with it."""
+    cases = {"allgather": (["--striped_cp.rotate_method", "allgather"], 0)}
+    assert run_ranks(2, count_hops, cases) == [{"allgather": 0}] * 2
+
+
+def rings():
+    """Layout, method and kernel of every layer's attention."""
+    step = Step(
+        *("--parallelism.context_parallel_degree", "2", "--striped_cp.block_size", "8"),
+        *("--striped_cp.rotate_method", "allgather", "--striped_cp.kernel", "reference"),
+    )
+    blocks = step.parts[0].layers.values()
+    modules = [block.attention.inner_attention.forward.__self__ for block in blocks]
+    return [(ring.layout.spec, ring.rotate_method, ring.kernel) for ring in modules]
+
+
+def test_settings_reach_the_attention_of_every_layer():
+    expected = [("striped:8", "allgather", "reference")] * LAYERS
+    assert run_ranks(2, rings) == [expected] * 2
