@@ -69,8 +69,9 @@ def checkpoint_bytes(config: "StripedJobConfig") -> int:
 
 
 def uses_ring(config: "StripedJobConfig") -> bool:
-    """Whether attention is this project's: only one rank with one document needs none of it."""
-    return config.documents.mask or config.parallelism.context_parallel_degree > 1
+    """Whether attention is this project's; torch's own serves one rank with one document."""
+    named = config.striped_cp.kernel != "auto"
+    return named or config.documents.mask or config.parallelism.context_parallel_degree > 1
 
 
 def kernel_of(config: "StripedJobConfig") -> str:
@@ -82,21 +83,16 @@ def kernel_of(config: "StripedJobConfig") -> str:
     # Imported late: they import torch.
     import torch
 
-    from recipes.config_checks import layout_of
     from recipes.cpu_host import is_cpu_host
     from recipes.llama3.args import FLAVORS
-    from striped_cp import Documents
     from striped_cp.kernels import choose_kernel
     from striped_cp.kernels.base import Request
 
-    training = config.training
-    documents = Documents.from_cu_seqlens([[0, training.seq_len]])
     request = Request(
         "cpu" if is_cpu_host() else "cuda",
-        getattr(torch, training.mixed_precision_param),
+        getattr(torch, config.training.mixed_precision_param),
         FLAVORS[config.model.flavor].head_dim,
-        layout_of(config),
-        documents if config.documents.mask else None,
+        config.documents.mask,
     )
     try:
         return choose_kernel(config.striped_cp.kernel, request).name

@@ -22,14 +22,16 @@ from striped_cp import Documents, RingAttention
 
 
 class InnerAttention(ScaledDotProductAttentionWrapper):
-    """Attention without context parallelism: torch's kernel, or a ring of one rank for documents.
+    """Attention without context parallelism: a ring of one rank for documents and named kernels.
 
-    With context parallelism `StripedContextParallel` replaces its forward.
+    torch's own choice of kernel serves plain causal attention with `kernel` "auto". With context
+    parallelism `StripedContextParallel` replaces the forward of this module.
     """
 
     def __init__(self, kernel: str) -> None:
         super().__init__()
-        self.packed = RingAttention(mesh=None, kernel=kernel)
+        self.kernel = kernel
+        self.ring = RingAttention(mesh=None, kernel=kernel)
 
     def forward(
         self,
@@ -40,9 +42,9 @@ class InnerAttention(ScaledDotProductAttentionWrapper):
         documents: Documents | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        if documents is None:
+        if documents is None and self.kernel == "auto":
             return super().forward(query, key, value, enable_gqa=enable_gqa)
-        return self.packed(query, key, value, documents=documents, enable_gqa=enable_gqa)
+        return self.ring(query, key, value, documents=documents, enable_gqa=enable_gqa)
 
 
 class Attention(titan.Attention):
@@ -62,7 +64,7 @@ class Attention(titan.Attention):
             x: (B, S/P, dim).
             rotation: complex64 (1 or B, S/P, 1, D/2), of this rank's positions.
             documents: of the whole sequence, or None for one document a row.
-            positions: unused; torchtitan's tensor-parallel plan names four inputs.
+            positions: unused; torchtitan's TransformerBlock passes four arguments.
 
         Returns:
             (B, S/P, dim).

@@ -10,7 +10,7 @@ from torchtitan.models.llama3.model.args import TransformerModelArgs as TitanArg
 
 from recipes.config import Rope, load_config
 from recipes.llama3.args import FLAVORS
-from recipes.llama3.model import Transformer
+from recipes.llama3.model import InnerAttention, Transformer
 from striped_cp import Documents
 
 
@@ -91,6 +91,24 @@ def test_a_document_in_a_pack_is_the_document_alone() -> None:
         packed = model(tokens, attention_masks=documents, positions=positions)
         torch.testing.assert_close(packed[:, :24], model(tokens[:, :24]), rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(packed[:, 24:], model(tokens[:, 24:]), rtol=1e-4, atol=1e-4)
+
+
+def test_a_named_kernel_serves_one_document_too() -> None:
+    q, k, v = torch.randn(3, 2, 4, 16, 8, generator=torch.Generator().manual_seed(1))
+    torchs_own = InnerAttention("auto")(q, k, v)
+    torch.testing.assert_close(InnerAttention("reference")(q, k, v), torchs_own)
+    with pytest.raises(ValueError, match="kernel = 'flash' cannot serve"):
+        InnerAttention("flash")(q, k, v)
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("mask", ["mask", "no_mask"])
+def test_a_kernel_that_this_host_lacks_is_refused_at_any_degree(degree: int, mask: str) -> None:
+    recipe = ["--job.config_file", "train_configs/debug_cpu.toml", f"--documents.{mask}"]
+    degrees = ["--parallelism.context_parallel_degree", str(degree)]
+    assert load_config([*recipe, *degrees, "--striped_cp.kernel", "reference"], degree)
+    with pytest.raises(ValueError, match='striped_cp.kernel = "flash": '):
+        load_config([*recipe, *degrees, "--striped_cp.kernel", "flash"], degree)
 
 
 def test_rope_settings_reach_the_model() -> None:
