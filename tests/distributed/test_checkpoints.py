@@ -9,7 +9,7 @@ import pytest
 from torch.distributed.checkpoint import FileSystemWriter
 
 from tests.distributed.launch import run_ranks
-from tests.distributed.training import Job, train
+from tests.distributed.training import ROWS, SEQ_LEN, Job, train
 
 CP = "--parallelism.context_parallel_degree"
 TP = "--parallelism.tensor_parallel_degree"
@@ -41,7 +41,10 @@ def run(ranks: int, folder: Path, *settings: str) -> dict[int, float]:
     """Train up to step 5; displayed losses of the steps that this run made."""
     results = run_ranks(ranks, train, Job(str(folder), (*SAVING, *settings)), timeout=200)
     (shown,) = [result for result in results if result.scalars]
-    return shown.scalars["loss_metrics/global_avg_loss"]
+    losses = shown.scalars["loss_metrics/global_avg_loss"]
+    # Counted on from the checkpoint, whatever layout wrote it.
+    assert shown.scalars["n_tokens_seen"] == {step: step * ROWS * SEQ_LEN for step in losses}
+    return losses
 
 
 @pytest.fixture(scope="module")
