@@ -107,7 +107,7 @@ def test_a_kernel_that_this_host_lacks_is_refused_at_any_degree(degree: int, mas
     recipe = ["--job.config_file", "train_configs/debug_cpu.toml", f"--documents.{mask}"]
     degrees = ["--parallelism.context_parallel_degree", str(degree)]
     assert load_config([*recipe, *degrees, "--striped_cp.kernel", "reference"], degree)
-    with pytest.raises(ValueError, match='striped_cp.kernel = "flash": '):
+    with pytest.raises(ValueError, match=r'striped_cp\.kernel = "flash": '):
         load_config([*recipe, *degrees, "--striped_cp.kernel", "flash"], degree)
 
 
