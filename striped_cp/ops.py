@@ -50,7 +50,7 @@ def _prepare(
     documents = None if boundaries is None else Documents.checked_before(boundaries)
     seq_len = query.shape[2] * ring.world_size
     tiles = tiles_of_rank(layout, seq_len, ring.world_size, ring.rank, documents)
-    request = Request(query.device.type, query.dtype, query.shape[3], layout, documents)
+    request = Request(query.device.type, query.dtype, query.shape[3], documents is not None)
     ring, kernel = observed(ring, choose_kernel(kernel_name, request))
     return tiles, kernel, ring
 

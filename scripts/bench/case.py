@@ -52,9 +52,9 @@ class Case:
 
     def check(self, layouts: Iterable[Layout]) -> None:
         """Raise ValueError unless every layout can be measured."""
+        self.chosen_kernel()
         for layout in layouts:
             layout.check(self.seq_len, self.world_size)
-            self.chosen_kernel(layout)
 
     def packed(self) -> Documents | None:
         if self.documents is None:
@@ -76,12 +76,11 @@ class Case:
 
         return random(self.heads), random(self.kv_heads), random(self.kv_heads), random(self.heads)
 
-    def chosen_kernel(self, layout: Layout) -> Kernel:
+    def chosen_kernel(self) -> Kernel:
         request = Request(
             torch.device(self.device).type,
             DTYPES[self.dtype],
             self.head_dim,
-            layout,
-            self.packed(),
+            self.documents is not None,
         )
         return choose_kernel(self.kernel, request)

@@ -113,7 +113,7 @@ def _peak(case: Case, layout: Layout, mesh: DeviceMesh, tensors: Sequence[Tensor
     ring = ProcessGroupRing(mesh.get_group())
     query, key, value, grad_out = tensors
     tiles = tiles_of_rank(layout, case.seq_len, ring.world_size, ring.rank, case.packed())
-    how = tiles, case.chosen_kernel(layout), ring, case.scale, case.rotate_method
+    how = tiles, case.chosen_kernel(), ring, case.scale, case.rotate_method
 
     def run() -> None:
         out, lse = attention_forward(query, key, value, *how)

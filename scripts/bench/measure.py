@@ -89,7 +89,7 @@ class Yardsticks:
 
     def __init__(self, case: Case, now: Clock) -> None:
         self.case, self.now = case, now
-        self.kernel = case.chosen_kernel(Contiguous())
+        self.kernel = case.chosen_kernel()
         self.tensors = case.tensors(case.seq_len)
         self.sequence = tiles_of_rank(Contiguous(), case.seq_len, 1, 0, case.packed())[0]
         # In a contiguous ring of two, rank 1 sees itself causally and rank 0 fully.

@@ -31,7 +31,7 @@ def choose_kernel(name: str, request: Request) -> Kernel:
 
 
 def _automatic(request: Request) -> str:
-    """By device, dtype, head size, layout and documents: the fastest that serves.
+    """By device, dtype and head size: the fastest that serves.
 
     FlashAttention covers every layout and packing on CUDA in 16 bits; what it refuses (float32, odd
     head sizes) FlexAttention computes. cuDNN is faster on Hopper for one document, but is picked by

@@ -13,8 +13,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..documents import Documents
-from ..layout import Layout
 from ..tiles import Tile
 
 
@@ -58,13 +56,16 @@ class PartialGradients(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """What a kernel is asked to serve: everything that decides whether it can."""
+    """What a kernel is asked to serve: everything that decides whether it can.
+
+    Attributes:
+        packed: whether the sequence is cut into documents.
+    """
 
     device_type: str
     dtype: torch.dtype
     head_dim: int
-    layout: Layout
-    documents: Documents | None
+    packed: bool
 
 
 class TileAttention(Protocol):

@@ -16,7 +16,7 @@ class CudnnKernel(DenseKernel):
 
     def refuse(self, request: Request) -> str | None:
         reason = refuse_16_bit_cuda(request, max_head_dim=128)
-        if reason is None and request.documents is not None:
+        if reason is None and request.packed:
             return "it takes dense blocks only, and documents need variable-length calls"
         strict = not torch.is_deterministic_algorithms_warn_only_enabled()
         if reason is None and strict and torch.are_deterministic_algorithms_enabled():

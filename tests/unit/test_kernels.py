@@ -1,5 +1,7 @@
 """Choice and refusals of kernels; the plans of the CUDA kernels, checked by enumeration."""
 
+import gc
+import weakref
 from itertools import pairwise
 
 import pytest
@@ -18,8 +20,8 @@ LAYOUTS = [Striped(), Striped(4), HeadTail(), Contiguous()]
 DOCUMENTS = Documents.from_cu_seqlens([[0, 1, 7, 40, 41, 48], [0, 20, 21, 48]])
 
 
-def request(device="cuda", dtype=torch.bfloat16, head_dim=128, layout=LAYOUTS[0], documents=None):
-    return Request(device, dtype, head_dim, layout, documents)
+def request(device="cuda", dtype=torch.bfloat16, head_dim=128, packed=False):
+    return Request(device, dtype, head_dim, packed)
 
 
 @pytest.mark.parametrize(
@@ -28,8 +30,7 @@ def request(device="cuda", dtype=torch.bfloat16, head_dim=128, layout=LAYOUTS[0]
         (request("cpu"), "cpu"),
         (request("cpu", torch.float64, 7), "cpu"),
         (request(), "flash"),
-        (request(documents=DOCUMENTS), "flash"),
-        (request(layout=Striped(64)), "flash"),
+        (request(packed=True), "flash"),
         (request(head_dim=256), "flash"),
         (request(dtype=torch.float32), "flex"),
         (request(head_dim=100), "flex"),
@@ -46,9 +47,10 @@ def test_auto(wanted, expected):
         ("flash", request("cpu"), r"'flash' cannot serve: .*'cpu'; kernels that can: 'cpu'"),
         ("flash", request(dtype=torch.float32), r"not torch.float32; kernels that can: 'flex'"),
         ("flash", request(head_dim=100), r"multiple of 8 up to 256, not 100"),
-        ("cudnn", request(documents=DOCUMENTS), r"documents need variable-length calls"),
+        ("cudnn", request(packed=True), r"documents need variable-length calls"),
         ("cudnn", request(head_dim=256), r"up to 128, not 256"),
         ("flex", request("cpu"), r"backward on CUDA only"),
+        ("auto", request(dtype=torch.float32, head_dim=8), r"'flex' cannot .* at least 16, not 8"),
         ("flex", request(dtype=torch.float64), r"not float64; kernels that can: 'reference'"),
     ],
 )
@@ -94,6 +96,7 @@ def test_varlen_segments_compute_exactly_the_pass(layout, documents):
                 assert segments.sum(0).tolist() == [batch * rows, batch * rows]
                 plan = varlen_plan(tile_pass, batch, rows, torch.device("cpu"))
                 cu_q, cu_k, longest_q, longest_k = plan.arguments
+                assert min(longest_q, longest_k) >= 2
                 assert cu_q.dtype == torch.int32
                 assert plan.causal == (tile_pass.mask is not Mask.FULL)
                 got = torch.zeros(batch * rows, batch * rows, dtype=torch.int64)
@@ -112,6 +115,16 @@ def test_varlen_segments_compute_exactly_the_pass(layout, documents):
                     here = slice(row * rows, (row + 1) * rows)
                     want[here, here] = torch.from_numpy(pairs)
                 assert torch.equal(got, want)
+
+
+def test_block_masks_of_past_batches_are_freed():
+    alive = []
+    for cut in range(1, 31):
+        documents = Documents.from_cu_seqlens([[0, cut, 48]])
+        for tile in tiles_of_rank(Striped(), 48, 4, 0, documents):
+            alive.append(weakref.ref(tile_block_mask(tile, torch.device("cpu"))))
+    gc.collect()
+    assert sum(mask() is not None for mask in alive) == 32
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
