@@ -1,5 +1,6 @@
-"""FlashAttention as built into torch: version 2, or 3 and 4 once the user has activated torch's
-registered implementation (`torch.nn.attention.activate_flash_attention_impl`).
+"""FlashAttention as built into torch: version 2. Others that the user has activated
+(`torch.nn.attention.activate_flash_attention_impl`) answer the same calls and are untried; they too
+must write finite rows for queries that see no key.
 
 Without documents a block is one dense call. With documents a pass of a tile is one variable-length
 call over the batch packed to (B * n) rows, whatever the number of documents.
@@ -184,7 +185,9 @@ def varlen_plan(tile_pass: Pass, batch: int, rows: int, device: torch.device) ->
             torch.from_numpy(np.ascontiguousarray(cu_seqlens[:, i])).to(device, non_blocking=True)
             for i in range(2)
         )
-        longest_q, longest_k = segments.max(0).tolist()
+        # An upper bound serves. With 1, torch's kernel regroups the queries of grouped-query
+        # attention as (segments, heads, D), which counts empty segments too (torch 2.13).
+        longest_q, longest_k = segments.max(0).clip(2).tolist()
         causal = tile_pass.mask is not Mask.FULL
         plan = _plans[tile_pass] = VarlenPlan((cu_q, cu_k, longest_q, longest_k), causal, reverse)
     return plan
