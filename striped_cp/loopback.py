@@ -24,7 +24,8 @@ def loopback(world_size: int, run: Callable[[Ring], T]) -> list[T]:
 
     def rank_main(rank: int) -> None:
         try:
-            results[rank] = run(_LoopbackRing(rank, shared))
+            with shared.turn:
+                results[rank] = run(_LoopbackRing(rank, shared))
         except threading.BrokenBarrierError:
             pass  # another rank failed first
         except BaseException as error:
@@ -42,9 +43,25 @@ def loopback(world_size: int, run: Callable[[Ring], T]) -> list[T]:
 
 
 class _Shared:
+    """What the ranks share.
+
+    Attributes:
+        turn: held by the one rank that computes. Ranks that entered torch.compile together would
+            each compile a graph that one could compile for all.
+    """
+
     def __init__(self, world_size: int) -> None:
+        self.turn = threading.Lock()
         self.barrier = threading.Barrier(world_size)
         self.sent: list[Sequence[Tensor]] = [()] * world_size
+
+    def meet(self) -> None:
+        """Wait for all ranks, and let them compute meanwhile."""
+        self.turn.release()
+        try:
+            self.barrier.wait()
+        finally:
+            self.turn.acquire()
 
 
 class _LoopbackRing(Ring):
@@ -88,6 +105,6 @@ class _Delivery:
     def wait(self) -> None:
         shared = self.ring.shared
         shared.sent[self.ring.rank] = self.send
-        shared.barrier.wait()
+        shared.meet()
         self.deliver(shared.sent)
-        shared.barrier.wait()
+        shared.meet()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from striped_cp import Layout
@@ -116,7 +117,7 @@ class VirtualRank:
         self.case = case
         self.clock = StepClock(case.device)
         self.tiles = tiles_of_rank(layout, case.seq_len, case.world_size, rank, case.packed())
-        self.kernel = ClockKernel(case.chosen_kernel(layout), self.clock)
+        self.kernel = ClockKernel(case.chosen_kernel(), self.clock)
         self.ring = ClockRing(rank, case.world_size, self.clock)
         self.tensors = case.tensors(case.seq_len // case.world_size, rank)
 
@@ -133,6 +134,7 @@ class VirtualRank:
 def measure(case: Case, layouts: dict[str, Layout], repeats: int) -> Samples:
     """Layouts take turns rank by rank, so that a drifting machine favours none."""
     one_thread(case.device)
+    torch.compiler.reset()  # which gives up after some shapes of a function
     yardsticks = Yardsticks(case, device_clock(case.device))
     last = case.world_size - 1
     peak = {

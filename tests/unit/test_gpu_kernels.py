@@ -19,6 +19,12 @@ DOCUMENTS = Documents.from_cu_seqlens([SHORT, [0, 9000, SEQ_LEN]])
 LAYOUTS = [Striped(), Striped(128), HeadTail(), Contiguous()]
 
 
+@pytest.fixture(autouse=True)
+def _compile_anew():
+    """torch.compile gives up after some shapes of a function, and runs it eagerly."""
+    torch.compiler.reset()
+
+
 def check_ring(kernel, layout, documents, dtype, heads=(4, 2), head_dim=64):
     inputs = tuple(x.cuda() for x in random_inputs(2, heads, SEQ_LEN, head_dim, dtype))
     got = run_loopback(inputs, layout, WORLD_SIZE, documents, kernel=kernel)
