@@ -1,10 +1,10 @@
 """Cross-entropy that never holds the logits of the whole local sequence.
 
 The logits of 131,072 tokens over Llama-3's 128,256 words take 31 GiB in bfloat16 and, with the
-float32 copy and gradient of the plain path, more than 150 GiB. With `memory.loss_chunk_tokens`
-the output projection takes the labels and returns their loss: for one chunk of tokens after the
-other it makes the logits, their loss and at once their gradient, from which it adds up the
-gradients of the hidden states and of the weight. Nothing is computed twice.
+float32 copy and the gradients of the plain path, 188 GiB. With `memory.loss_chunk_tokens` the
+output projection takes the labels and returns their loss: for one chunk of tokens after the other
+it makes the logits, their loss and at once their gradient, from which it adds up the gradients of
+the hidden states and of the weight. Nothing is computed twice.
 
 `torch.nn.functional.linear_cross_entropy` (torch 2.13) chunks likewise, but returns the loss in
 the dtype of the hidden states (a sum of 131,072 losses in bfloat16 keeps 8 bits) and knows no
