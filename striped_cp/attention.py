@@ -55,8 +55,8 @@ def ring_attention(
         unsupported: options of other attention functions; refused unless they change nothing.
 
     DTensors: all three on one device mesh with equal placements. The axis with the name and ranks
-    of `mesh` shards the sequence; others may shard batch or heads, or replicate. The result is a
-    DTensor with the query's placements.
+    of `mesh`, if there is one, shards the sequence; others may shard batch or heads, or replicate.
+    The result is a DTensor with the query's placements.
 
     Returns:
         (B, H, S/P, D) in the query's dtype, in memory order (B, S/P, H, D).
@@ -176,18 +176,21 @@ def _check_placements(
     """The three as DTensors, if the ring can work on their placements."""
     if not (isinstance(query, DTensor) and isinstance(key, DTensor) and isinstance(value, DTensor)):
         raise ValueError("query, key and value must all be DTensors, or none of them")
-    axes = query.device_mesh.mesh_dim_names or ()
-    axis = None if mesh is None or mesh.mesh_dim_names is None else mesh.mesh_dim_names[0]
-    if axis not in axes:
-        raise ValueError(
-            f"DTensors must live on a device mesh with the ring's axis {axis!r}; "
-            f"its axes are {axes}"
-        )
-    if mesh is not None and not torch.equal(query.device_mesh[axis].mesh, mesh.mesh):
-        raise ValueError(
-            f"the ring's mesh has ranks {mesh.mesh.tolist()}, axis {axis!r} of the DTensors' mesh "
-            f"{query.device_mesh[axis].mesh.tolist()}"
-        )
+    axes = query.device_mesh.mesh_dim_names or tuple(map(str, range(query.device_mesh.ndim)))
+    axis = None
+    if mesh is not None:
+        axis = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else None
+        if axis not in axes:
+            raise ValueError(
+                f"DTensors must live on a device mesh with the ring's axis {axis!r}; "
+                f"its axes are {axes}"
+            )
+        ranks, wanted = query.device_mesh[axis].mesh, mesh.mesh
+        if not torch.equal(ranks, wanted):
+            raise ValueError(
+                f"the ring's mesh has ranks {wanted.tolist()}, axis {axis!r} of the DTensors' mesh "
+                f"{ranks.tolist()}"
+            )
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.device_mesh != query.device_mesh or x.placements != query.placements:
             raise ValueError(

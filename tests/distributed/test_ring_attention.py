@@ -160,6 +160,23 @@ def test_dtensors_in_and_out():
     run_ranks(4, check_dtensors)
 
 
+def check_dtensors_without_a_ring(names: tuple[str, str] | None) -> None:
+    """Batch and heads over the ranks, the whole sequence on each."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    inputs = random_inputs(2, (4, 2), 10, 8, torch.float64)
+    q, k, v, grad_out = (distribute_tensor(x, mesh, (Shard(0), Shard(1))) for x in inputs)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = ring_attention(*leaves, mesh=None)
+    grads = torch.autograd.grad(out, leaves, grad_out)
+    for name, x, y in zip(NAMES, (out.detach(), *grads), reference_gradients(*inputs), strict=True):
+        check_close(name, x.full_tensor(), y)
+
+
+@pytest.mark.parametrize("names", [("dp", "tp"), None])
+def test_dtensors_without_a_ring(names):
+    run_ranks(4, check_dtensors_without_a_ring, names)
+
+
 def check_placements_refused() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
     x = torch.randn(2, 4, 8, 8)
