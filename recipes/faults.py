@@ -64,7 +64,7 @@ def leave(error: BaseException, rank: int, debug: bool) -> NoReturn:
     if _is_lost_peer(error):
         if _first("lost"):
             _say(f"rank {rank}: lost a neighbour, the rank that failed is named below")
-        _wait_for_launcher()
+        wait_for_launcher()
         end(f"lost another rank, see the other nodes: {_one_line(error)}", 1)
     if _is_timeout(error):
         # Every rank that waits says for whom: the one that says nothing is the one that hangs.
@@ -73,7 +73,7 @@ def leave(error: BaseException, rank: int, debug: bool) -> NoReturn:
         time.sleep(2)
         end(f"{waited} (a rank that does not say so hangs)", 1)
     if not _first("failed"):
-        _wait_for_launcher()
+        wait_for_launcher()
         _exit(1)
     message, status = explain(error)
     if debug or message is None:
@@ -165,7 +165,7 @@ def _first(what: str) -> bool:
         return True  # there is no process group (any more)
 
 
-def _wait_for_launcher() -> None:
+def wait_for_launcher() -> None:
     """Let torchrun stop this rank, without a failure of its own in the summary."""
     logger.handlers.clear()
     signal.signal(signal.SIGTERM, lambda *_: _exit(0))

@@ -1,9 +1,7 @@
 """The life of a training process: settings, trainer, end."""
 
 import os
-import signal
 import sys
-import time
 import traceback
 from collections.abc import Sequence
 
@@ -11,12 +9,9 @@ import torch
 from torch.distributed.checkpoint import CheckpointException
 from torchtitan.tools.logging import logger
 
+from recipes import faults
 from recipes.config import StripedJobConfig, load_config
 from recipes.console import init_console
-from recipes.faults import record
-
-# How long the other ranks wait for the launcher to stop them once rank 0 has said why.
-_GRACE_SECONDS = 10
 
 
 def main(args: Sequence[str]) -> None:
@@ -37,7 +32,7 @@ def main(args: Sequence[str]) -> None:
         refuse(str(error), rank)
     init_console(config, rank, world_size)
     # After the settings: these imports take seconds.
-    from recipes import faults, preemption
+    from recipes import preemption
 
     preemption.listen()
     try:
@@ -71,15 +66,14 @@ def _train(config: StripedJobConfig) -> None:
 
 
 def refuse(message: str, rank: int) -> None:
-    """Exit with status 2 on every rank, after one line from rank 0.
+    """Exit with status 2, after one line from rank 0.
 
     torchrun stops the other ranks as soon as one has failed: they wait, so that it is not rank 0
     that is stopped before it could speak.
     """
-    record(message)
+    faults.record(message)
     if rank == 0:
         print(message, file=sys.stderr, flush=True)
     else:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))
-        time.sleep(_GRACE_SECONDS)
+        faults.wait_for_launcher()
     sys.exit(2)

@@ -148,8 +148,15 @@ ROW = {"layout", "mode", "world_size", "seq_len", "documents", "forward_s", "bac
 ROW |= {"total_s", "ideal_s", "efficiency", "speedup_vs_contiguous", "kernel_limit"}
 
 
-@pytest.mark.parametrize(("mode", "sizes"), [("virtual", (2, 3)), ("distributed", (2,))])
-def test_command_line(mode, sizes, tmp_path):
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "mode", "sizes"),
+    [((), "virtual", (2, 3)), ((), "distributed", (2,)), (TORCHRUN, "distributed", (2,))],
+    ids=["virtual", "spawned", "torchrun"],
+)
+def test_command_line(launcher, mode, sizes, tmp_path):
     file = tmp_path / "rows.json"
     shape = ("--seq-len", "96", "--heads", "2", "--kv-heads", "1", "--head-dim", "8")
     lists = (
@@ -162,7 +169,7 @@ def test_command_line(mode, sizes, tmp_path):
     )
     options = ("--mode", mode, "--repeats", "2", "--json", str(file))
     run = subprocess.run(
-        [sys.executable, "scripts/bench_attention.py", *shape, *lists, *options],
+        [sys.executable, *launcher, "scripts/bench_attention.py", *shape, *lists, *options],
         cwd=ROOT,
         text=True,
         capture_output=True,
@@ -170,6 +177,7 @@ def test_command_line(mode, sizes, tmp_path):
         check=False,
     )
     assert run.returncode == 0, run.stderr
+    assert run.stdout.count("efficiency") == 1  # one rank prints
     rows = json.loads(file.read_text())
     assert [(row["world_size"], row["layout"]) for row in rows] == [
         (size, layout) for size in sizes for layout in ("striped", "contiguous")
