@@ -113,16 +113,15 @@ def _check_stages(config: "StripedJobConfig") -> None:
     last = parallelism.pipeline_parallel_last_stage_less_layers
     layers = FLAVORS[config.model.flavor].n_layers
     per_stage = parallelism.pipeline_parallel_layers_per_stage
+    parts = parallelism.module_fqns_per_model_part
     stages = pp * (1 if schedule in _ONE_STAGE_A_RANK else 2)
     if per_stage is not None:
         key = "parallelism.pipeline_parallel_layers_per_stage"
-        wanted = "1 stage" if schedule in _ONE_STAGE_A_RANK else "2 stages or more"
         stages = math.ceil((layers + first + last) / per_stage)
-        by_rank, rest = divmod(stages, pp)
-        fits = by_rank == 1 if schedule in _ONE_STAGE_A_RANK else by_rank >= 2
-        if rest or not fits or (schedule == "ZBVZeroBubble" and by_rank != 2):
-            why = f"makes {stages} stages for {pp} ranks, schedule {schedule} takes {wanted} each"
-            raise InvalidSetting(key, per_stage, why, "unset for torchtitan's choice")
+        _check_stage_count(config, key, stages)
+    if parts is not None:
+        _check_parts(config, parts, layers)
+        return
     try:
         generate_llm_fqn_per_model_part(stages, layers, first, last)
     except ValueError:
@@ -133,6 +132,30 @@ def _check_stages(config: "StripedJobConfig") -> None:
         allowed = "fewer ranks, or a schedule of one stage a rank (1F1B, GPipe)"
         key = "parallelism.pipeline_parallel_degree"
         raise InvalidSetting(key, pp, why, allowed) from None
+
+
+def _check_stage_count(config: "StripedJobConfig", key: str, stages: int) -> None:
+    parallelism = config.parallelism
+    pp, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
+    wanted = "1 stage" if schedule in _ONE_STAGE_A_RANK else "2 stages or more"
+    by_rank, rest = divmod(stages, pp)
+    fits = by_rank == 1 if schedule in _ONE_STAGE_A_RANK else by_rank >= 2
+    if rest or not fits or (schedule == "ZBVZeroBubble" and by_rank != 2):
+        why = f"makes {stages} stages for {pp} ranks, schedule {schedule} takes {wanted} each"
+        raise InvalidSetting(key, get(config, key), why, "unset for torchtitan's choice")
+
+
+def _check_parts(config: "StripedJobConfig", parts: list[list[str]], layers: int) -> None:
+    """Check that every module has its stage: torchtitan 0.2.2 trains without those it misses."""
+    key = "parallelism.module_fqns_per_model_part"
+    modules = ["tok_embeddings", *(f"layers.{i}" for i in range(layers)), "norm", "output"]
+    named = [name for part in parts for name in part]
+    if named != modules:
+        odd = sorted(set(named) ^ set(modules))
+        why = f"wrong or missing: {', '.join(odd)}" if odd else "twice, or not in order"
+        allowed = f"tok_embeddings, layers.0 to layers.{layers - 1}, norm, output, in this order"
+        raise InvalidSetting(key, parts, why, allowed)
+    _check_stage_count(config, key, len(parts))
 
 
 def _check_without_fsdp(config: "StripedJobConfig") -> None:

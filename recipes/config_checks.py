@@ -208,9 +208,10 @@ def _check_files(config: "StripedJobConfig") -> None:
         allowed = "a folder with tokenizer.json"
         raise InvalidSetting("model.hf_assets_path", path, "no such folder", allowed)
     checkpoint = config.checkpoint
-    for name in ("initial_load_path", "create_seed_checkpoint"):
+    unset = {"initial_load_path": None, "create_seed_checkpoint": False, "load_step": -1}
+    for name, default in unset.items():
         value = getattr(checkpoint, name)
-        if value and not checkpoint.enable:
+        if value != default and not checkpoint.enable:
             why = "has no effect while checkpoint.enable is false"
             raise InvalidSetting(f"checkpoint.{name}", value, why, "set checkpoint.enable = true")
     load_path = checkpoint.initial_load_path

@@ -30,6 +30,13 @@ def check_host(config: "StripedJobConfig") -> None:
         if is_cpu_host():
             why = "the memory of a GPU is recorded, this host has none"
             raise InvalidSetting("profiling.enable_memory_snapshot", True, why, "false")
+    if config.checkpoint.enable and config.checkpoint.async_mode == "async_with_pinned_mem":
+        from recipes.cpu_host import is_cpu_host
+
+        if is_cpu_host():
+            key, why = "checkpoint.async_mode", "memory is pinned for a GPU, this host has none"
+            allowed = '"disabled" or "async"'
+            raise InvalidSetting(key, config.checkpoint.async_mode, why, allowed)
     if uses_ring(config):
         kernel_of(config)
     existing = _check_writable(config.job.dump_folder)

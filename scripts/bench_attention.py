@@ -1,4 +1,4 @@
-"""Layouts of ring attention side by side: time, efficiency and memory, forward and backward.
+r"""Layouts of ring attention side by side: time, efficiency and memory, forward and backward.
 
     # two gloo ranks on this machine's CPU (add --device cuda for NCCL)
     python scripts/bench_attention.py --mode distributed --world-size 2 --seq-len 16384

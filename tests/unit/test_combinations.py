@@ -47,6 +47,13 @@ REFUSED = [
         2,
         ["pipeline_parallel_layers_per_stage = 1", "1F1B"],
     ),
+    (f"{PP2} {PARTS} layers.0 --- layers.1 layers.3 norm output", 2, ["missing: layers.2"]),
+    (f"{PP2} {PARTS} layers.0 layers.2 --- layers.1 layers.3 norm output", 2, ["not in order"]),
+    (
+        f"{PP2} {PARTS} layers.0 layers.1 layers.2 layers.3 norm output",
+        2,
+        ["module_fqns_per_model_part", "1F1B takes 1 stage each"],
+    ),
     (
         "--parallelism.pipeline_parallel_degree 4 --training.local_batch_size 4 "
         f"{SCHEDULE} Interleaved1F1B",
