@@ -40,18 +40,6 @@ class Stop(Exception):
     """Ends the run with its message alone: what is wrong is not in the code."""
 
 
-class TrainingDiverged(Stop):
-    """Loss or gradients are no numbers any more."""
-
-    def __init__(self, step: int, grad_norm: float, checkpoint: Path | None) -> None:
-        super().__init__(
-            f"step {step}: loss or gradients are not finite (gradient norm {grad_norm}); last good "
-            f"checkpoint: {checkpoint or 'none'}, the same command goes on from it; look at loss "
-            "and grad_norm of the steps before, at the documents of these steps, and at "
-            "optimizer.lr, lr_scheduler.warmup_steps and training.mixed_precision_param"
-        )
-
-
 def leave(error: BaseException, rank: int, debug: bool) -> NoReturn:
     """End the process after an error; does not return.
 

@@ -11,11 +11,21 @@ from typing import TYPE_CHECKING
 
 from recipes.config_types import InvalidSetting
 from recipes.planner.shapes import SHAPES
+from recipes.value_checks import get
 
 if TYPE_CHECKING:
     from recipes.config import StripedJobConfig
 
 _GB = 1e9
+# What needs an accelerator: value, why, and what is allowed without one.
+_GPU_ONLY = {
+    "profiling.enable_memory_snapshot": (True, "the memory of a GPU is recorded", "false"),
+    "checkpoint.async_mode": (
+        "async_with_pinned_mem",
+        "memory is pinned for a GPU",
+        '"disabled", "async"',
+    ),
+}
 
 
 def check_host(config: "StripedJobConfig") -> None:
@@ -23,20 +33,13 @@ def check_host(config: "StripedJobConfig") -> None:
     if config.metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
         why = "wandb is not installed"
         raise InvalidSetting("metrics.enable_wandb", True, why, "false, or pip install wandb")
-    if config.profiling.enable_memory_snapshot:
-        # Imported late: it imports torch.
-        from recipes.cpu_host import is_cpu_host
+    for key, (value, why, allowed) in _GPU_ONLY.items():
+        if get(config, key) == value:
+            # Imported late: it imports torch.
+            from recipes.cpu_host import is_cpu_host
 
-        if is_cpu_host():
-            why = "the memory of a GPU is recorded, this host has none"
-            raise InvalidSetting("profiling.enable_memory_snapshot", True, why, "false")
-    if config.checkpoint.enable and config.checkpoint.async_mode == "async_with_pinned_mem":
-        from recipes.cpu_host import is_cpu_host
-
-        if is_cpu_host():
-            key, why = "checkpoint.async_mode", "memory is pinned for a GPU, this host has none"
-            allowed = '"disabled" or "async"'
-            raise InvalidSetting(key, config.checkpoint.async_mode, why, allowed)
+            if is_cpu_host():
+                raise InvalidSetting(key, value, f"{why}, this host has none", allowed)
     if uses_ring(config):
         kernel_of(config)
     existing = _check_writable(config.job.dump_folder)

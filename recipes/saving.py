@@ -1,6 +1,5 @@
 """When torchtitan's checkpointer (0.2.2) saves: what must hold before, and saving on request."""
 
-import math
 import shutil
 from pathlib import Path
 from typing import NoReturn
@@ -10,8 +9,7 @@ from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_module
 
-from recipes.checkpoint_files import METADATA, finished_steps
-from recipes.faults import TrainingDiverged
+from recipes.checkpoint_files import METADATA
 from recipes.preemption import Preempted
 
 
@@ -31,23 +29,6 @@ def forget_unfinished_start(checkpointer: CheckpointManager) -> None:
         if not any(folder.iterdir()):
             folder.rmdir()
     torch.distributed.barrier(device_ids=[device_module.current_device()])
-
-
-def check_finite(checkpointer: CheckpointManager, step: int, grad_norm: float) -> None:
-    """Stop a run whose gradients are no numbers, before anything of it is saved.
-
-    The norm is that of all parameters on every rank, so all ranks stop. A loss that is no number
-    makes the norm one too, and weights that are none spoil every later step: it is enough to look
-    where a step is logged or saved, and a checkpoint with finite gradients has finite weights.
-
-    Raises:
-        TrainingDiverged: with the step and the last checkpoint.
-    """
-    if math.isfinite(grad_norm):
-        return
-    folder = Path(checkpointer.folder) if checkpointer.enable else None
-    good = max(finished_steps(folder), default=None) if folder else None
-    raise TrainingDiverged(step, grad_norm, folder / f"step-{good}" if folder and good else None)
 
 
 def begin_overwriting(checkpointer: CheckpointManager, step: int) -> None:

@@ -1,11 +1,10 @@
-"""Before training: what runs here, does the ring pass on what it gets, can a step end in time.
+"""Before training: does every ring pass on what it gets.
 
 Every ring passes a known pattern once around, and every link is timed by itself. A link that
 delivers something else, or nothing, ends the run and is named; a slow one is named in the log.
 """
 
 import contextlib
-import os
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,9 +15,6 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
 from recipes import faults
-from recipes.host_checks import kernel_of, uses_ring
-from recipes.planner.log import plan_of_run
-from recipes.planner.plan import Plan
 from striped_cp.process_group import ProcessGroupRing
 
 if TYPE_CHECKING:
@@ -51,34 +47,17 @@ class Link(NamedTuple):
 def run_startup_check(
     config: "StripedJobConfig", parallel_dims: ParallelDims, device: torch.device
 ) -> None:
-    """Check all rings and log what runs here; a collective of all ranks.
+    """Check all rings; a collective of all ranks.
 
     Raises:
         Stop: on every rank, naming the links that deliver wrong data.
     """
-    logger.info(versions(config, parallel_dims))
-    _compare_with_plan(config, parallel_dims.world_size)
     mesh = parallel_dims.get_optional_mesh("cp")
     if mesh is None:
         return
     patience = _PATIENCE * config.comm.init_timeout_seconds
     links = check_ring(mesh.get_group(), device, patience)
     report(links)
-
-
-def versions(config: "StripedJobConfig", parallel_dims: ParallelDims) -> str:
-    """One line: versions, mesh, kernel."""
-    nccl = "no NCCL"
-    if dist.is_nccl_available() and torch.cuda.is_available():
-        nccl = "NCCL " + ".".join(map(str, torch.cuda.nccl.version()))
-    degrees = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-    mesh = ", ".join(f"{name} {getattr(parallel_dims, name)}" for name in degrees)
-    nodes = parallel_dims.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    kernel = kernel_of(config) if uses_ring(config) else "torch's own attention"
-    return (
-        f"torch {torch.__version__}, {nccl}, backend {dist.get_backend()}; "
-        f"{parallel_dims.world_size} ranks on {nodes} nodes, mesh {mesh}; kernel {kernel}"
-    )
 
 
 def check_ring(group: dist.ProcessGroup, device: torch.device, patience: float) -> list[Link]:
@@ -133,28 +112,6 @@ def slow_links(links: list[Link]) -> tuple[list[Link], float]:
     median = sorted(link.seconds for link in links)[(len(links) - 1) // 2]
     limit = max(SLOW_RATIO * median, SLOW_SECONDS)
     return [link for link in links if link.seconds > limit], median
-
-
-def _compare_with_plan(config: "StripedJobConfig", world_size: int) -> None:
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    with contextlib.suppress(ValueError):  # the planner knows no such device or run
-        warning = timeout_warning(
-            plan_of_run(config, world_size, name), config.comm.train_timeout_seconds
-        )
-        if warning:
-            logger.warning(warning)
-
-
-def timeout_warning(plan: Plan, train_timeout_seconds: int) -> str | None:
-    """What to say if a planned step takes longer than any operation may take after the first."""
-    step = plan.time.step_seconds
-    if step <= train_timeout_seconds:
-        return None
-    return (
-        f"The plan expects {step:.0f} s a step, comm.train_timeout_seconds is "
-        f"{train_timeout_seconds}: a rank that waits for another one's step ends the run; set it "
-        f"to {2 * step:.0f} or more"
-    )
 
 
 def _pattern(origin: int, device: torch.device) -> torch.Tensor:

@@ -21,6 +21,7 @@ from torchtitan.train import Trainer
 from recipes import cpu_host, preemption, saving
 from recipes.batch import BatchSharder, Microbatch, plain_loss
 from recipes.config import StripedJobConfig
+from recipes.divergence import check_finite
 from recipes.evaluation.gate import EvaluationGate
 from recipes.loss import collect_token_losses
 from recipes.metrics.processor import StripedMetrics
@@ -28,6 +29,7 @@ from recipes.pipeline import loss_of_last_stage, pipeline_loss
 from recipes.restarts import own_store
 from recipes.ring_group import give_ring_its_group
 from recipes.startup_check import run_startup_check
+from recipes.versions import versions
 from recipes.weights.export import finish_export
 
 
@@ -55,6 +57,7 @@ class StripedTrainer(Trainer):
         training.enable_cpu_offload = offload
         timeout = timedelta(seconds=self.job_config.comm.init_timeout_seconds)
         give_ring_its_group(parallel_dims, timeout)
+        logger.info(versions(self.job_config, parallel_dims))
         run_startup_check(self.job_config, parallel_dims, self.device)
         return parallel_dims
 
@@ -137,7 +140,7 @@ class StripedTrainer(Trainer):
             self.step, self.step == self.job_config.training.steps
         )
         if saves or self.metrics_processor.should_log(self.step):
-            saving.check_finite(self.checkpointer, self.step, grad_norm.item())
+            check_finite(self.checkpointer, self.step, grad_norm.item())
         if saves:
             saving.begin_overwriting(self.checkpointer, self.step)
 

@@ -39,7 +39,7 @@ from recipes.metrics.ring_clock import (
     ring_times,
 )
 from recipes.metrics.summary import Summary, Work
-from recipes.planner.log import plan_line, plan_of_run, plan_scalars
+from recipes.planner.log import plan_line, plan_of_run, plan_scalars, timeout_warning
 from striped_cp import observe
 
 
@@ -226,6 +226,9 @@ class StripedMetrics(MetricsProcessor):
             logger.info(f"Plan: none, {error}")
             return {}
         logger.info(plan_line(plan))
+        warning = timeout_warning(plan, self.job_config.comm.train_timeout_seconds)
+        if warning is not None:
+            logger.warning(warning)
         return plan_scalars(plan)
 
     def _tensorboard(self):

@@ -48,3 +48,15 @@ def plan_scalars(plan: Plan) -> dict[str, float]:
         "planned/mfu_causal(%)": 100 * plan.time.mfu_causal,
         "planned/max_reserved(GiB)": plan.memory.reserved / GIB,
     }
+
+
+def timeout_warning(plan: Plan, train_timeout_seconds: int) -> str | None:
+    """What to say if a planned step takes longer than any operation may take after the first."""
+    step = plan.time.step_seconds
+    if step <= train_timeout_seconds:
+        return None
+    return (
+        f"The plan expects {step:.0f} s a step, comm.train_timeout_seconds is "
+        f"{train_timeout_seconds}: a rank that waits for another one's step ends the run; set it "
+        f"to {2 * step:.0f} or more"
+    )

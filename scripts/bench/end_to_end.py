@@ -41,6 +41,7 @@ def measure(
                 "tokens_per_second": speed,
                 "tokens_per_second_spread": (max(values) - min(values)) / speed,
                 "speedup_vs_contiguous": contiguous and speed / contiguous,
+                "tokens_per_second_runs": values,
                 "repeats": repeats,
                 "config": str(config),
                 "settings": list(settings),

@@ -134,6 +134,8 @@ SETTINGS = [
     ("checkpoint.interval", "0", "at least 1"),
     ("checkpoint.keep_latest_k", "1", "0 for all, or at least 2"),
     ("checkpoint.load_step", "-2", "-1 or at least 0"),
+    ("checkpoint.load_step", "3", "set checkpoint.enable = true"),
+    ("checkpoint.async_mode", "async_with_pinned_mem", '"disabled", "async"'),
     ("checkpoint.folder", "", "not a folder in job.dump_folder"),
     ("checkpoint.create_seed_checkpoint", None, "set checkpoint.enable = true"),
     ("checkpoint.initial_load_path", "no/where", "checkpoint.enable"),

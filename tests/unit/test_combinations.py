@@ -1,5 +1,8 @@
 """What cannot work together is refused at startup, in one line that names both settings."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from recipes.config import load_config
@@ -16,6 +19,7 @@ ROWWISE = "--quantize.linear.float8.recipe_name rowwise"
 GATHER = "--quantize.linear.float8.enable_fsdp_float8_all_gather"
 PRECOMPUTE = "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp"
 BFLOAT16 = "--training.mixed_precision_param bfloat16"
+LAYERS, END = [f"layers.{i}" for i in range(4)], ["norm", "output"]
 # settings, number of ranks, and what the one line names
 REFUSED = [
     (f"{PP2} {SCHEDULE} ZBVZeroBubble {FULL}", 2, ["ZBVZeroBubble", "activation_checkpoint.mode"]),
@@ -46,13 +50,6 @@ REFUSED = [
         f"{PP2} --parallelism.pipeline_parallel_layers_per_stage 1",
         2,
         ["pipeline_parallel_layers_per_stage = 1", "1F1B"],
-    ),
-    (f"{PP2} {PARTS} layers.0 --- layers.1 layers.3 norm output", 2, ["missing: layers.2"]),
-    (f"{PP2} {PARTS} layers.0 layers.2 --- layers.1 layers.3 norm output", 2, ["not in order"]),
-    (
-        f"{PP2} {PARTS} layers.0 layers.1 layers.2 layers.3 norm output",
-        2,
-        ["module_fqns_per_model_part", "1F1B takes 1 stage each"],
     ),
     (
         "--parallelism.pipeline_parallel_degree 4 --training.local_batch_size 4 "
@@ -140,3 +137,24 @@ def test_refused(settings: str, ranks: int, named: list[str]) -> None:
 @pytest.mark.parametrize(("settings", "ranks"), ACCEPTED)
 def test_accepted(settings: str, ranks: int) -> None:
     load(settings, ranks)
+
+
+@pytest.mark.parametrize(
+    ("parts", "named"),
+    [
+        ([["tok_embeddings", "layers.0"], ["layers.1", "layers.3", "norm", "output"]], "layers.2"),
+        ([["tok_embeddings", "layers.0", "layers.2"], ["layers.1", "layers.3", *END]], "in order"),
+        ([["tok_embeddings", *LAYERS, *END]], "makes 1 stages for 2 ranks"),
+    ],
+)
+def test_every_module_has_its_stage(tmp_path: Path, parts: list[list[str]], named: str) -> None:
+    def load_parts(names: list[list[str]]) -> None:
+        recipe = tmp_path / "run.toml"
+        recipe.write_text(f"[parallelism]\nmodule_fqns_per_model_part = {json.dumps(names)}\n")
+        settings = f"--training.seq_len 64 --training.mixed_precision_param float32 {PP2}"
+        load_config(["--job.config_file", str(recipe), *settings.split()], 2)
+
+    load_parts([["tok_embeddings", "layers.0"], ["layers.1", "layers.2", "layers.3", *END]])
+    with pytest.raises(ValueError, match=r"parallelism\.module_fqns_per_model_part") as refusal:
+        load_parts(parts)
+    assert named in str(refusal.value)
