@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from datetime import timedelta
 
 import pytest
@@ -21,18 +22,19 @@ from tests.loopback import random_inputs
 from tests.reference import check_close, reference_attention
 
 
-def groups_of_training(dp: int, cp: int) -> tuple[str, str, str]:
-    dims = ParallelDims(
-        dp_replicate=1, dp_shard=dp, cp=cp, tp=1, pp=1, ep=1, etp=1, world_size=dp * cp
-    )
+def groups_of_training(degrees: dict[str, int]) -> tuple[str, str, str]:
+    alone = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp"), 1)
+    dims = ParallelDims(**alone | degrees, world_size=math.prod(degrees.values()))
     dims.build_mesh()
     give_ring_its_group(dims, timedelta(seconds=60))
     return tuple(dims.get_mesh(axis).get_group().group_name for axis in ("cp", "fsdp", "loss"))
 
 
-@pytest.mark.parametrize(("dp", "cp"), [(1, 2), (2, 2)])
-def test_training_gives_the_ring_a_group_of_its_own(dp, cp):
-    for ring, fsdp, loss in run_ranks(dp * cp, groups_of_training, dp, cp):
+@pytest.mark.parametrize("other", [{}, {"dp_shard": 2}, {"dp_replicate": 2}, {"pp": 2}, {"tp": 2}])
+def test_training_gives_the_ring_a_group_of_its_own(other):
+    """Also where FSDP shards over the ranks of one ring."""
+    degrees = {"cp": 2, **other}
+    for ring, fsdp, loss in run_ranks(math.prod(degrees.values()), groups_of_training, degrees):
         assert ring not in (fsdp, loss)
 
 
