@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from recipes import faults, startup_check
-from recipes.startup_check import Link, check_ring, report, slow_links, timeout_warning
+from recipes.startup_check import Link, check_ring, report, slow_links
 from striped_cp.process_group import ProcessGroupRing
 from tests.distributed.launch import run_ranks
 
@@ -135,18 +135,6 @@ def test_a_hang_in_the_ring_names_the_neighbours():
         r"0 waited for keys from rank 2 and for rank 1) to take its own: .*Timed out"
     )
     assert re.search(expected, str(failed.value))
-
-
-def planned(seconds):
-    return mock.Mock(**{"time.step_seconds": seconds})
-
-
-def test_a_step_that_takes_longer_than_the_timeout_is_announced():
-    assert timeout_warning(planned(99.0), 100) is None
-    warning = timeout_warning(planned(140.0), 100)
-    assert "140 s a step" in warning
-    assert "comm.train_timeout_seconds is 100" in warning
-    assert "280 or more" in warning
 
 
 def test_what_counts_as_slow():

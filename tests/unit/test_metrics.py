@@ -1,5 +1,6 @@
 """Metrics against figures worked out by hand."""
 
+import dataclasses
 import json
 import re
 import time
@@ -11,9 +12,10 @@ from torch import nn
 from torchtitan.models.utils import get_dense_model_nparams_and_flops
 from torchtitan.tools.logging import logger
 
+from recipes.config import load_config
 from recipes.llama3.args import FLAVORS
 from recipes.loss import LossHead, build_loss, collect_token_losses
-from recipes.metrics import ring_clock
+from recipes.metrics import processor, ring_clock
 from recipes.metrics.charts import custom_scalars, twins
 from recipes.metrics.flops import Flops, visible_pairs
 from recipes.metrics.interval import Interval
@@ -231,3 +233,37 @@ def test_summary(tmp_path):
     assert "\n" not in line
     for part in ("5 steps, 500 tokens in 0:00:18", "25 tokens/s per rank", "causal 12.50%", "1.10"):
         assert part in line
+
+
+@pytest.mark.parametrize("timeout", [139, 140])
+def test_a_step_that_takes_longer_than_the_timeout_is_announced(monkeypatch, caplog, timeout):
+    plans = []
+
+    def plan_of_run(*args):
+        plan = real(*args)
+        plan = dataclasses.replace(
+            plan, time=dataclasses.replace(plan.time, parts={"attention kernels": 140.0})
+        )
+        plans.append(plan)
+        return plan
+
+    real = processor.plan_of_run
+    monkeypatch.setattr(processor, "plan_of_run", plan_of_run)
+    monkeypatch.setattr(logger, "propagate", True)
+    config = load_config(["--job.config_file", "train_configs/llama3_8b_1m_8gpu.toml"])
+    config.comm.train_timeout_seconds = timeout
+    metrics = SimpleNamespace(
+        job_config=config,
+        parallel_dims=SimpleNamespace(world_size=8),
+        device_memory_monitor=SimpleNamespace(device_name="NVIDIA H100 80GB HBM3"),
+    )
+    with caplog.at_level("INFO", logger.name):
+        scalars = processor.StripedMetrics._plan(metrics)
+    assert scalars["planned/end_to_end(s)"] == 140
+    assert len(plans) == 1
+    warnings = [r.message for r in caplog.records if r.levelname == "WARNING"]
+    expected = (
+        "The plan expects 140 s a step, comm.train_timeout_seconds is 139: a rank that waits for "
+        "another one's step ends the run; set it to 280 or more"
+    )
+    assert warnings == ([expected] if timeout == 139 else [])
