@@ -22,7 +22,7 @@ from recipes import cpu_host, preemption, saving
 from recipes.batch import BatchSharder, Microbatch, plain_loss
 from recipes.config import StripedJobConfig
 from recipes.divergence import check_finite
-from recipes.evaluation.gate import EvaluationGate
+from recipes.evaluation.periodic import PeriodicEvaluation
 from recipes.loss import collect_token_losses
 from recipes.metrics.processor import StripedMetrics
 from recipes.pipeline import loss_of_last_stage, pipeline_loss
@@ -40,10 +40,12 @@ class StripedTrainer(Trainer):
     def __init__(self, job_config: StripedJobConfig) -> None:
         super().__init__(job_config)
         self.sharder = BatchSharder(job_config, self.parallel_dims)
-        self.gate: EvaluationGate | None = None
+        self.evaluation: PeriodicEvaluation | None = None
         if job_config.evaluation.enable:
             (model,) = self.model_parts
-            self.gate = EvaluationGate(job_config, self.tokenizer, self.parallel_dims, model)
+            self.evaluation = PeriodicEvaluation(
+                job_config, self.tokenizer, self.parallel_dims, model
+            )
         self.first_step: int | None = None
 
     def init_distributed(self) -> ParallelDims:
@@ -93,13 +95,13 @@ class StripedTrainer(Trainer):
     ) -> None:
         with self.metrics_processor.measure_step(self.step):
             self._train_step(data_iterator)
-        if self.gate is not None and self.gate.due(self.step):
-            self._evaluate(self.gate)
+        if self.evaluation is not None and self.evaluation.due(self.step):
+            self._evaluate(self.evaluation)
 
-    def _evaluate(self, gate: EvaluationGate) -> None:
+    def _evaluate(self, evaluation: PeriodicEvaluation) -> None:
         """Measure the model; training is charged neither the time nor the memory of it."""
         start = time.perf_counter()
-        gate.run(self.step)
+        evaluation.run(self.step)
         self.metrics_processor.interval.began += time.perf_counter() - start
         self.metrics_processor.device_memory_monitor.reset_peak_stats()
 

@@ -17,8 +17,8 @@ def evaluate(config: StripedJobConfig) -> None:
         step = step_to_load(config)
         loaded = trainer.checkpointer.load(step)
         assert loaded
-        assert trainer.gate is not None
-        trainer.gate.run(max(step, 0))
+        assert trainer.evaluation is not None
+        trainer.evaluation.run(max(step, 0))
     finally:
         trainer.close()
 

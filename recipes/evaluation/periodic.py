@@ -15,7 +15,7 @@ from recipes.evaluation import report
 from recipes.evaluation.evaluator import Evaluator
 
 
-class EvaluationGate:
+class PeriodicEvaluation:
     """Measures the model when it is due, and says what came out."""
 
     def __init__(
