@@ -1,6 +1,6 @@
 """Will it fit, how fast, with which degrees: plans a training run without a GPU.
 
-    python scripts/plan.py train_configs/llama3_8b_1m_8gpu.toml --gpus 8 --gpu h100
+    python scripts/plan.py train_configs/llama3_8b_1m.toml --gpus 8 --gpu h100
     python scripts/plan.py X.toml --gpus 64 --gpu h100 --search --write best.toml
     python scripts/plan.py X.toml --gpus 8 --gpu h100 --layout --documents 98304,32768
 

@@ -303,7 +303,7 @@ def test_every_metric_is_documented(by_degree: dict[int, Run], uneven: Run) -> N
 def test_planned_lines_stand_beside_the_measured_ones() -> None:
     from recipes.planner.log import plan_of_run, plan_scalars
 
-    recipe = ROOT / "train_configs" / "llama3_8b_1m_8gpu.toml"
+    recipe = ROOT / "train_configs" / "llama3_8b_1m.toml"
     config = load_config(["--job.config_file", str(recipe)])
     scalars = plan_scalars(plan_of_run(config, 8, "NVIDIA H100 80GB HBM3"))
     text = (ROOT / "docs" / "metrics.md").read_text()

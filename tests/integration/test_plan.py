@@ -15,7 +15,7 @@ from recipes.planner.log import plan_line, plan_of_run
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(ROOT.glob("train_configs/llama3_*.toml"))
-EIGHT_GPUS = ROOT / "train_configs" / "llama3_8b_1m_8gpu.toml"
+EIGHT_GPUS = ROOT / "train_configs" / "llama3_8b_1m.toml"
 # Two documents, 3 : 1, of 131,072 tokens.
 DOCUMENTS = "98304,32768"
 

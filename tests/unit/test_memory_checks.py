@@ -64,7 +64,7 @@ def test_accepted(overrides):
 
 def test_host_without_room_is_refused_at_startup(monkeypatch):
     """8B at 1M on 8 ranks of one host: 32 layers x 2 tensors of 1 GiB x 8 ranks = 512 GiB."""
-    config = load_config(["--job.config_file", "train_configs/llama3_8b_1m_8gpu.toml"])
+    config = load_config(["--job.config_file", "train_configs/llama3_8b_1m.toml"])
     assert offloaded_bytes_per_rank(config) == 64 * 2**30
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     monkeypatch.setattr(offload, "host_memory_available", lambda: 300 * 2**30)

@@ -250,7 +250,7 @@ def test_a_step_that_takes_longer_than_the_timeout_is_announced(monkeypatch, cap
     real = processor.plan_of_run
     monkeypatch.setattr(processor, "plan_of_run", plan_of_run)
     monkeypatch.setattr(logger, "propagate", True)
-    config = load_config(["--job.config_file", "train_configs/llama3_8b_1m_8gpu.toml"])
+    config = load_config(["--job.config_file", "train_configs/llama3_8b_1m.toml"])
     config.comm.train_timeout_seconds = timeout
     metrics = SimpleNamespace(
         job_config=config,
