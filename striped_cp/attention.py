@@ -41,7 +41,8 @@ def ring_attention(
 ) -> Tensor:
     """Exact causal attention over a sequence whose tokens are spread over the ranks of a ring.
 
-    Grouped-query attention follows from the head counts. Every rank of the mesh must call it.
+    Grouped-query attention follows from the head counts. Every rank of the mesh must call it, with
+    the same shapes, dtypes and options.
 
     Args:
         query: this rank's tokens, (B, H, S/P, D).
