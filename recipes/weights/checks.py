@@ -5,7 +5,7 @@ from typing import Any
 
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
-from recipes.checkpoint_files import under_way
+from recipes.checkpoint_files import finished_steps, under_way
 from recipes.config import StripedJobConfig
 from recipes.config_types import InvalidSetting
 from recipes.llama3.args import FLAVORS
@@ -107,19 +107,18 @@ def _check_resume(config: StripedJobConfig) -> None:
     folder = Path(config.job.dump_folder, checkpoint.folder)
     if not checkpoint.enable or not folder.is_dir():
         return
-    steps = {
-        int(p.name.removeprefix("step-")): p
-        for p in folder.glob("step-*")
-        if p.name.removeprefix("step-").isdigit()
-    }
-    if not steps:
-        return
-    step = checkpoint.load_step if checkpoint.load_step != -1 else max(steps)
-    path = steps.get(step)
-    if path is not None and (path / INDEX).is_file() and not (path / ".metadata").is_file():
-        native = sorted(s for s, p in steps.items() if (p / ".metadata").is_file())
-        allowed = f"one of {native}" if native else "none: start a run with another dump_folder"
-        why = f"{path} is an export to Hugging Face, without what is needed to go on"
+    native = finished_steps(folder)
+    exported = {
+        int(path.parent.name.removeprefix("step-"))
+        for path in folder.glob(f"step-*/{INDEX}")
+        if path.parent.name.removeprefix("step-").isdigit()
+    } - native
+    step = checkpoint.load_step
+    if step == -1:
+        step = max(native | exported, default=-1)
+    if step in exported:
+        allowed = f"one of {sorted(native)}" if native else "none: start with another dump_folder"
+        why = f"{folder / f'step-{step}'} is an export to Hugging Face, with nothing to go on from"
         raise InvalidSetting("checkpoint.load_step", checkpoint.load_step, why, allowed)
 
 

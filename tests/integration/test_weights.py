@@ -115,8 +115,11 @@ def test_a_run_does_not_go_on_from_an_export(tied: tuple[Path, Path]) -> None:
     source, dump = tied
     settings = (*IN_AND_OUT, "--model.hf_assets_path", str(source), "--training.steps", "4")
     args = ["--job.config_file", RECIPE, *TINY, *settings, "--job.dump_folder", str(dump)]
+    unfinished = dump / "checkpoint" / "step-3"  # does not hide the export
+    unfinished.mkdir()
     with pytest.raises(ValueError, match=r"checkpoint.load_step = -1: .*step-2 is an export") as e:
         load_config(args, world_size=2)
+    unfinished.rmdir()
     assert "allowed: one of [1]" in str(e.value)
 
 
