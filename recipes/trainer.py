@@ -27,6 +27,7 @@ from recipes.loss import collect_token_losses
 from recipes.metrics.processor import StripedMetrics
 from recipes.pipeline import loss_of_last_stage, pipeline_loss
 from recipes.restarts import own_store
+from recipes.resume import hold_to_settings
 from recipes.ring_group import give_ring_its_group
 from recipes.startup_check import run_startup_check
 from recipes.versions import versions
@@ -66,11 +67,21 @@ class StripedTrainer(Trainer):
     def should_continue_training(self) -> bool:
         """Between two steps: whether there is a next one; leaves the process if asked to."""
         if self.first_step is None:
-            self.first_step = self.step
+            self._begin()
         more = super().should_continue_training()
         if more and preemption.agreed(self.device):
             saving.save_and_leave(self.checkpointer, self.step, self.step > self.first_step)
         return more
+
+    def _begin(self) -> None:
+        """Between loading and the first step, where torchtitan has no place for it."""
+        self.first_step = self.step
+        hold_to_settings(self.optimizers, self.lr_schedulers)
+        if self.step >= self.job_config.training.steps:
+            logger.warning(
+                f"nothing to train: step {self.step} is done, training.steps = "
+                f"{self.job_config.training.steps}"
+            )
 
     def train(self) -> None:
         saving.forget_unfinished_start(self.checkpointer)

@@ -100,6 +100,57 @@ def test_resumed_with_longer_sequences(data, tmp_path):
     assert batches_of_two == batches
 
 
+def train_and_tell(*args):
+    """Learning rates by step, and the optimizer's settings at the end."""
+    os.environ["LOCAL_RANK"] = "0"
+    train_spec.register()
+    trainer = StripedTrainer(load_config(settings(*args), dist.get_world_size()))
+    rates = {}
+    step = trainer.optimizers.step
+
+    def keep_rate():
+        ((group,),) = (optimizer.param_groups for optimizer in trainer.optimizers)
+        rates[trainer.step] = group["lr"]
+        step()
+
+    trainer.optimizers.step = keep_rate
+    with mock.patch("time.sleep"), mock.patch("recipes.resume.logger.info") as told:
+        trainer.train()
+    trainer.close()
+    (group,) = next(iter(trainer.optimizers)).param_groups
+    names = ("betas", "eps", "weight_decay", "decoupled_weight_decay")
+    lines = [call.args[0] for call in told.call_args_list]
+    return rates, [group[name] for name in names], [x for x in lines if x.startswith("Goes on")]
+
+
+def test_settings_of_the_optimizer_hold_after_a_resume(data, tmp_path):
+    edited = (
+        *("--optimizer.lr", "1e-3", "--optimizer.beta2", "0.5", "--optimizer.eps", "1e-4"),
+        *("--optimizer.weight_decay", "0.25", "--optimizer.name", "Adam"),
+    )
+    folder, whole = str(tmp_path / "parts"), str(tmp_path / "whole")
+    ((wanted, values, _),) = run_ranks(1, train_and_tell, whole, data, 4, 1, *edited)
+    assert values == [(0.9, 0.5), 1e-4, 0.25, False]
+    ((_, _, told),) = run_ranks(1, train_and_tell, folder, data, 2, 1)
+    assert told == []
+    ((rates, again, told),) = run_ranks(1, train_and_tell, folder, data, 4, 1, *edited)
+    assert rates == {step: wanted[step] for step in (3, 4)}
+    assert again == values
+    (line,) = told
+    assert "optimizer.lr = 0.001, was 0.004; " in line
+    assert "optimizer.weight_decay = 0.25, was 0.1; " in line
+
+
+def test_a_schedule_that_is_made_longer_holds_from_the_first_step_on(data, tmp_path):
+    longer = ("--lr_scheduler.total_steps", "9", "--lr_scheduler.decay_ratio", "1.0")
+    folder, whole = str(tmp_path / "parts"), str(tmp_path / "whole")
+    ((wanted, _, _),) = run_ranks(1, train_and_tell, whole, data, 4, 1, *longer)
+    run_ranks(1, train_and_tell, folder, data, 2, 1)
+    ((rates, _, told),) = run_ranks(1, train_and_tell, folder, data, 4, 1, *longer)
+    assert rates == {step: wanted[step] for step in (3, 4)}
+    assert told == []
+
+
 def test_another_data_parallel_degree_is_refused_before_the_run(data, tmp_path):
     folder = str(tmp_path / "run")
     run_ranks(1, train, folder, data, 2, 1)
