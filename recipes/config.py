@@ -12,7 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from torchtitan.config import ConfigManager
@@ -231,11 +231,12 @@ def load_config(args: Sequence[str], world_size: int | None = None) -> StripedJo
         ValueError: one line that names the file, the key, its value and what is allowed.
     """
     path = _config_file(args)
-    table = _read_toml(path) if path else {}
+    table = read_toml(path) if path else {}
     try:
         table = check_table(table, StripedJobConfig)
         _refuse_code(table)
         config = _parse(args, table)
+        check_table(asdict(config), StripedJobConfig)  # the parser takes integers of any size
         check_config(config)
         if world_size is not None:
             check_launch(config, world_size)
@@ -317,12 +318,18 @@ def _config_file(args: Sequence[str]) -> str | None:
     return path
 
 
-def _read_toml(path: str) -> dict[str, Any]:
+def read_toml(path: str) -> dict[str, Any]:
+    """The tables of a TOML file.
+
+    Raises:
+        ValueError: one line, if it cannot be read.
+    """
     if not os.path.isfile(path):
-        raise ValueError(f"{path}: no such file; --job.config_file names a TOML file")
+        what = "a folder" if os.path.isdir(path) else "no such file"
+        raise ValueError(f"{path}: {what}; --job.config_file names a TOML file")
     with open(path, "rb") as file:
         try:
-            return tomllib.load(file)
+            return tomllib.loads(file.read().decode("utf-8-sig"))
         except UnicodeDecodeError as error:
             raise ValueError(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from None
         except tomllib.TOMLDecodeError as error:

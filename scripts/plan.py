@@ -94,9 +94,17 @@ def report(args: argparse.Namespace, overrides: list[str]) -> tuple[str, bool]:
         raise ValueError(f"--gpus {args.gpus}: at least 1")
     if args.write and not args.search:
         raise ValueError("--write: writes the best plan of --search, which is not given")
+    if args.search and (args.layout or args.documents):
+        other = "--layout" if args.layout else "--documents"
+        raise ValueError(f"{other}: --search has no use for it; give one of the two")
     gpu = find_gpu(args.gpu)
     network = find_network_gb_s(args.network or gpu.network)
     config = load_config(["--job.config_file", args.config, *overrides])
+    if args.documents and not config.documents.mask:
+        raise ValueError(
+            f"{args.config}: documents.mask = false: attention computes across documents, and "
+            "--documents would change nothing; allowed: documents.mask = true"
+        )
     try:
         run = run_from_config(config, args.gpus, gpu, document_lengths(args.documents))
     except ValueError as error:
@@ -142,12 +150,11 @@ def document_lengths(text: str | None) -> tuple[int, ...]:
 
 def write(args: argparse.Namespace, overrides: list[str], config: Any, plan: Plan) -> None:
     """Write the TOML file of `plan`: that of the command line, its overrides, then the plan."""
-    from recipes.config import tomllib
+    from recipes.config import read_toml
     from recipes.planner.report import toml_text
     from recipes.planner.settings import settings_of
 
-    with open(args.config, "rb") as file:
-        table = tomllib.load(file)
+    table = read_toml(args.config)
     for key in override_keys(overrides):
         *path, name = key.split(".")
         section, values = table, config
@@ -158,7 +165,11 @@ def write(args: argparse.Namespace, overrides: list[str], config: Any, plan: Pla
     for name, settings in settings_of(plan.run).items():
         table.setdefault(name, {}).update(settings)
     command = f"python scripts/plan.py {shlex.join(sys.argv[1:])}"
-    Path(args.write).write_text(toml_text(table, command))
+    try:
+        with open(args.write, "x") as file:
+            file.write(toml_text(table, command))
+    except OSError as error:
+        raise ValueError(f"--write {args.write}: {error.strerror}; a new file is allowed") from None
 
 
 def override_keys(overrides: list[str]) -> list[str]:

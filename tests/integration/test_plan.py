@@ -145,12 +145,28 @@ def test_layouts_of_packed_documents():
             "training.seq_len = 1048576: not divisible by parallelism.context_parallel_degree = 7",
         ),
         (("--gpus", 0, "--gpu", "h100"), "--gpus 0: at least 1"),
+        (
+            ("--gpus", 8, "--gpu", "h100", "--documents", "524288,524288"),
+            "documents.mask = false: attention computes across documents",
+        ),
+        (("--gpus", 8, "--gpu", "h100", "--search", "--layout"), "--layout: --search has no use"),
+        (
+            ("--gpus", 8, "--gpu", "h100", "--search", "--write", "no/where.toml"),
+            "--write no/where.toml: No such file or directory; a new file is allowed",
+        ),
+        (
+            ("--gpus", 8, "--gpu", "h100", "--search", "--write", "README.md"),
+            "--write README.md: File exists; a new file is allowed",
+        ),
         (("--gpus", 8, "--gpu", "h100", "--network", "wifi"), '--network "wifi": unknown'),
         (
-            ("--gpus", 8, "--gpu", "h100", "--documents", "5,6"),
+            ("--gpus", 8, "--gpu", "h100", "--documents.mask", "--documents", "5,6"),
             "--documents add up to 11 tokens, training.seq_len is 1048576",
         ),
-        (("--gpus", 8, "--gpu", "h100", "--documents", "5,x"), '--documents "5,x": positive'),
+        (
+            ("--gpus", 8, "--gpu", "h100", "--documents.mask", "--documents", "5,x"),
+            '--documents "5,x": positive',
+        ),
         (("--gpus", 8, "--gpu", "h100", "--write", "x.toml"), "--write: writes the best plan"),
         (
             ("--gpus", 1, "--gpu", "h100", "--parallelism.context_parallel_degree", 1, "--search"),

@@ -168,6 +168,12 @@ def test_command_lines_as_the_parser_takes_them() -> None:
     assert config.evaluation.tasks == ["passkey", "copy"]
 
 
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("[training]\nsteps = 7\n", encoding="utf-8-sig")
+    assert load_config(["--job.config_file", str(path)]).training.steps == 7
+
+
 def test_a_missing_or_broken_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"nowhere\.toml: no such file"):
         load_config(["--job.config_file", "nowhere.toml"])
