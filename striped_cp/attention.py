@@ -59,6 +59,8 @@ def ring_attention(
     of `mesh`, if there is one, shards the sequence; others may shard batch or heads, or replicate.
     The result is a DTensor with the query's placements.
 
+    torch.autocast does not reach inside: convert the three first if they differ in dtype.
+
     Returns:
         (B, H, S/P, D) in the query's dtype, in memory order (B, S/P, H, D).
 
@@ -68,8 +70,10 @@ def ring_attention(
     """
     check_options(layout, rotate_method, kernel)
     check_unsupported(unsupported)
-    if scale is not None and not 0 < scale < math.inf:
-        raise ValueError(f"scale = {scale}: must be a finite number above 0")
+    if scale is not None and not (
+        isinstance(scale, (int, float)) and scale is not True and 0 < scale < math.inf
+    ):
+        raise ValueError(f"scale = {scale!r}: must be a finite number above 0")
     if documents is not None and not isinstance(documents, Documents):
         raise ValueError(f"documents must be a Documents, not a {type(documents).__name__}")
     group_name, world_size = ring_group(mesh)

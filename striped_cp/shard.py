@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from .layout import TOKEN_STRIPES, Layout
 from .process_group import all_gather_single, ring_group
@@ -27,9 +28,10 @@ def shard_sequence(
     all ranks, is complete on each of them.
 
     Raises:
-        ValueError: S does not suit layout and mesh, or the mesh is not one-dimensional.
+        ValueError: S does not suit layout and mesh, the mesh is not one-dimensional, the tensor has
+            no such dimension, or is a DTensor.
     """
-    ring_group(mesh)
+    _check(full, mesh, dim)
     layout.check(full.shape[dim], mesh.size())
     return _Shard.apply(full, mesh, layout, dim)
 
@@ -43,11 +45,25 @@ def unshard_sequence(
     rank takes the part that belongs to its tokens.
 
     Raises:
-        ValueError: S does not suit layout and mesh, or the mesh is not one-dimensional.
+        ValueError: S does not suit layout and mesh, the mesh is not one-dimensional, the tensor has
+            no such dimension, or is a DTensor.
     """
-    ring_group(mesh)
+    _check(local, mesh, dim)
     layout.check(local.shape[dim] * mesh.size(), mesh.size())
     return _Unshard.apply(local, mesh, layout, dim)
+
+
+def _check(x: Tensor, mesh: DeviceMesh, dim: int) -> None:
+    ring_group(mesh)
+    if isinstance(x, DTensor):
+        raise ValueError(
+            "expected a plain tensor, not a DTensor: pass x.full_tensor() or x.to_local()"
+        )
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim = {dim}: the tensor has {x.dim()} dimensions")
+
+
+# Each is the other's derivative, and so differentiable any number of times.
 
 
 class _Shard(torch.autograd.Function):
@@ -58,7 +74,7 @@ class _Shard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        return _gather(grad, *ctx.where), None, None, None
+        return _Unshard.apply(grad, *ctx.where), None, None, None
 
 
 class _Unshard(torch.autograd.Function):
@@ -69,7 +85,7 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        return _select(grad, *ctx.where), None, None, None
+        return _Shard.apply(grad, *ctx.where), None, None, None
 
 
 def _select(full: Tensor, mesh: DeviceMesh, layout: Layout, dim: int) -> Tensor:

@@ -322,11 +322,40 @@ def check_shard_and_unshard() -> None:
         local = local.detach().requires_grad_()
         (unshard_sequence(local, mesh=mesh, layout=layout) * weight).sum().backward()
         assert torch.equal(local.grad, shard_sequence(weight, mesh=mesh, layout=layout))
+        check_second_derivatives(mesh, layout, weight)
     assert world_size == 4
+
+
+def check_second_derivatives(mesh, layout, values) -> None:
+    """Of x^3, through both functions: the gradient of the squared gradient is 36 x^3."""
+    full = values.clone().requires_grad_()
+    cubes = shard_sequence(full, mesh=mesh, layout=layout) ** 3
+    (gradient,) = torch.autograd.grad(cubes.sum(), full, create_graph=True)
+    check_close("shard", torch.autograd.grad((gradient**2).sum(), full)[0], 36 * values**3)
+    local = shard_sequence(values, mesh=mesh, layout=layout).requires_grad_()
+    cubes = unshard_sequence(local, mesh=mesh, layout=layout) ** 3
+    (gradient,) = torch.autograd.grad(cubes.sum(), local, create_graph=True)
+    (second,) = torch.autograd.grad((gradient**2).sum(), local)
+    check_close("unshard", second, 36 * local.detach() ** 3)
 
 
 def test_shard_and_unshard_are_inverse_and_differentiable():
     run_ranks(4, check_shard_and_unshard)
+
+
+def check_what_cannot_be_sharded() -> None:
+    mesh = ring_mesh(2)
+    for function in (shard_sequence, unshard_sequence):
+        for dim in (2, -3):
+            with pytest.raises(ValueError, match=rf"dim = {dim}: the tensor has 2 dimensions"):
+                function(torch.zeros(2, 4), mesh=mesh, dim=dim)
+        x = DTensor.from_local(torch.zeros(2, 4), mesh, [Shard(1)])
+        with pytest.raises(ValueError, match="expected a plain tensor, not a DTensor"):
+            function(x, mesh=mesh)
+
+
+def test_what_cannot_be_sharded_is_refused():
+    run_ranks(2, check_what_cannot_be_sharded)
 
 
 def check_compiled() -> None:

@@ -74,7 +74,7 @@ def test_impossible_options_are_refused():
         ring_attention(q, k, v, mesh=None, documents=short)
     with pytest.raises(ValueError, match="kernel = 'bogus'"):
         ring_attention(q, k, v, mesh=None, kernel="bogus")
-    for scale in (0.0, -1.0, float("nan"), float("inf")):
+    for scale in (0.0, -1.0, float("nan"), float("inf"), "1", True):
         with pytest.raises(ValueError, match=r"scale = .*: must be a finite number above 0"):
             ring_attention(q, k, v, mesh=None, scale=scale)
     for layout in ("striped", Striped, None):
