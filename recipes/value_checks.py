@@ -24,8 +24,6 @@ _AT_LEAST_ONE = (
     "profiling.profiler_active",
     "checkpoint.interval",
     "validation.freq",
-    "comm.init_timeout_seconds",
-    "comm.train_timeout_seconds",
     "parallelism.data_parallel_replicate_degree",
     "parallelism.context_parallel_degree",
     "parallelism.tensor_parallel_degree",
@@ -75,6 +73,7 @@ _MINUS_ONE_OR_AT_LEAST_ONE = (
     "validation.local_batch_size",
 )
 _MINUS_ONE_OR_AT_LEAST_ZERO = ("checkpoint.load_step",)
+_SECONDS = ("comm.init_timeout_seconds", "comm.train_timeout_seconds")
 _NOT_EMPTY = (
     "job.dump_folder",
     "model.hf_assets_path",
@@ -149,6 +148,7 @@ def _check_ranges(config: "StripedJobConfig") -> None:
         (_SHARE, lambda v: 0 <= v <= 1, "0 to 1"),
         (_MINUS_ONE_OR_AT_LEAST_ONE, lambda v: v == -1 or v >= 1, "-1 or at least 1"),
         (_MINUS_ONE_OR_AT_LEAST_ZERO, lambda v: v >= -1, "-1 or at least 0"),
+        (_SECONDS, lambda v: 1 <= v <= 10**9, "1 to 1000000000"),
     )
     for keys, fits, allowed in rules:
         for key in keys:

@@ -95,14 +95,21 @@ def test_a_file_that_is_no_text(monkeypatch, capfd, tmp_path) -> None:
     assert refusal(monkeypatch, capfd, recipe=recipe).startswith(f"{recipe}: not UTF-8")
 
 
-@pytest.mark.parametrize("name", ["no/such.toml", "train_configs"])
-def test_a_file_that_is_not_there(monkeypatch, capfd, name: str) -> None:
-    assert refusal(monkeypatch, capfd, recipe=name).startswith(f"{name}: no such file")
+@pytest.mark.parametrize(
+    ("name", "what"), [("no/such.toml", "no such file"), ("train_configs", "a folder")]
+)
+def test_a_file_that_is_not_there(monkeypatch, capfd, name: str, what: str) -> None:
+    assert refusal(monkeypatch, capfd, recipe=name).startswith(f"{name}: {what}; ")
 
 
 # One setting of the command line, over a recipe that works, and what the line must say.
 SETTINGS = [
     ("training.steps", "0", "at least 1"),
+    ("training.steps", "99999999999999999999", "an integer of 64 bits"),
+    ("training.local_batch_size", "99999999999999999999", "an integer of 64 bits"),
+    ("debug.seed", "99999999999999999999", "an integer of 64 bits"),
+    ("comm.init_timeout_seconds", "99999999999999", "1 to 1000000000"),
+    ("comm.train_timeout_seconds", "0", "1 to 1000000000"),
     ("training.steps", "many", "training.steps"),
     ("training.seq_len", "1023", "nearest 1022 and 1024"),
     ("training.seq_len", "1000000", "rope.extrapolate"),
@@ -166,7 +173,6 @@ SETTINGS = [
     ("memory.loss_chunk_tokens", "-5", "at least 0"),
     ("memory.recompute_attention", None, "no effect with"),
     ("memory.offload_checkpoints", None, 'activation_checkpoint.mode = "full"'),
-    ("comm.train_timeout_seconds", "0", "at least 1"),
     ("comm.mode", "local_tensor", "scripts/plan.py"),
     ("fault_tolerance.enable", None, "in an experiment only"),
     ("debug.seed", "-1", "at least 0"),
