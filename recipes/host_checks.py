@@ -67,7 +67,7 @@ def _check_writable(dump_folder: str) -> Path:
 def _check_room(config: "StripedJobConfig", folder: Path) -> None:
     needed, free = checkpoint_bytes(config), shutil.disk_usage(folder).free
     if free < needed:
-        why = f"a checkpoint takes {needed / _GB:.1f} GB, {folder} has {free / _GB:.1f} GB of room"
+        why = f"a checkpoint takes {needed / _GB:.3g} GB, {folder} has {free / _GB:.3g} GB of room"
         allowed = "a folder with room, or checkpoint.enable = false"
         raise InvalidSetting("job.dump_folder", config.job.dump_folder, why, allowed)
 

@@ -182,4 +182,5 @@ if __name__ == "__main__":
     try:
         main()
     except ValueError as error:
-        sys.exit(f"bench_attention.py: {error}")
+        print(f"bench_attention.py: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -67,7 +67,8 @@ def main() -> None:
     try:
         run(args)
     except ValueError as error:
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(
             f"interrupted; the same command goes on after the last whole shard in {args.output}"

@@ -40,7 +40,7 @@ def _build(
 ) -> DocumentLoader:
     data = getattr(config, section)
     source = build_source(config, section, tokenizer)
-    check_documents(source, dp_degree)
+    check_documents(source, section, dp_degree)
     return DocumentLoader(
         source,
         tokenizer,

@@ -66,7 +66,7 @@ def _check_documents(config: Any, section: str, dp_degree: int) -> None:
     """Look into the files. The hub's are left to the loader: to open them takes long."""
     if getattr(config, section).dataset in ("local", "sample"):
         tokenizer = HuggingFaceTokenizer(config.model.hf_assets_path)
-        check_documents(build_source(config, section, tokenizer), dp_degree)
+        check_documents(build_source(config, section, tokenizer), section, dp_degree)
 
 
 def _check_path(section: str, path: str | None) -> None:

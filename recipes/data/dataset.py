@@ -55,7 +55,7 @@ def build_source(config: Any, section: str, tokenizer: Any) -> Source:
         raise ValueError(f"{section}.dataset: {where} cannot be opened: {reason}") from error
 
 
-def check_documents(source: Source, dp_degree: int) -> None:
+def check_documents(source: Source, section: str, dp_degree: int) -> None:
     """Read the first document and see that there is one for every data-parallel rank.
 
     All ranks find the same, so none is left waiting for another that stopped.
@@ -64,10 +64,12 @@ def check_documents(source: Source, dp_degree: int) -> None:
         ValueError: too few documents, or the first is bad (say, a wrong text_column).
     """
     documents = [d for _, d in islice(source.documents(0, None, rank=0, degree=1), dp_degree)]
+    if not documents:
+        raise ValueError(f"{section}.dataset: there is no document in it")
     if len(documents) < dp_degree:
         raise ValueError(
-            f"dataset: {len(documents)} documents are too few for a data-parallel degree of "
-            f"{dp_degree}; give more, or lower it by a higher "
+            f"{section}.dataset: {len(documents)} documents are too few for a data-parallel degree "
+            f"of {dp_degree}; give more, or lower it by a higher "
             "parallelism.context_parallel_degree"
         )
     if isinstance(documents[0], Record):

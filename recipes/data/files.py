@@ -23,7 +23,9 @@ def find_files(path: str) -> list[Path]:
         if not found:
             raise ValueError("the folder has no file of a kind that can be read")
     else:
-        found = [Path(f) for f in glob.glob(path, recursive=True) if Path(f).is_file()]
+        # A name first: it may have brackets.
+        names = [path] if Path(path).is_file() else glob.glob(path, recursive=True)
+        found = [Path(name) for name in names if Path(name).is_file()]
         if not found:
             raise ValueError("no such file")
         for file in found:

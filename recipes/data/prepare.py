@@ -134,7 +134,10 @@ def _open(output: Path, settings: Settings, tokenizer: str) -> dict[str, Any]:
         "shard_tokens": settings.shard_tokens,
         "skip_bad": settings.skip_bad,
     }
-    output.mkdir(parents=True, exist_ok=True)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--output {output}: {error.strerror}; a folder is allowed") from None
     if (output / MANIFEST).exists():
         raise ValueError(f"--output {output}: is finished; --overwrite prepares it anew")
     if (output / PROGRESS).exists():

@@ -127,6 +127,11 @@ def _flavor(config: StripedJobConfig) -> Any:
 
 
 def _check_model(config: StripedJobConfig, folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        own = config.checkpoint.initial_load_path
+        key = "checkpoint.initial_load_path" if own else "model.hf_assets_path"
+        allowed = "a folder of Hugging Face weights, as `hf download` makes it"
+        raise InvalidSetting(key, str(folder), "there is no config.json", allowed)
     hf = read_json(folder / "config.json")
     problem = mismatch(hf, _flavor(config))
     if problem is None:

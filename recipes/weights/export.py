@@ -116,8 +116,8 @@ def convert_checkpoint(
     """
     args = model_args(config)
     stored = _stored_weights(checkpoint, native_shapes(args))
-    if folder.is_dir() and any(folder.iterdir()):
-        raise ValueError(f"{folder}: not empty; name a new folder")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder}: not an empty folder; name a new one")
     folder.mkdir(parents=True, exist_ok=True)
     adapter = StateDictAdapter(args, None)
     numbers = file_numbers(hf_shapes(args))

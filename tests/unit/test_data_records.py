@@ -139,6 +139,8 @@ def test_files_are_found_by_name_folder_and_glob(tmp_path):
     assert names == ["a.jsonl", "b.txt", "sub/c.parquet"]
     assert find_files(f"{tmp_path}/*.txt") == [tmp_path / "b.txt"]
     assert find_files(f"{tmp_path}/**/*.parquet") == [tmp_path / "sub" / "c.parquet"]
+    (tmp_path / "we[ir]d.txt").write_text("x")
+    assert find_files(f"{tmp_path}/we[ir]d.txt") == [tmp_path / "we[ir]d.txt"]
     with pytest.raises(ValueError, match=r"notes\.md is of an unknown kind"):
         find_files(f"{tmp_path}/notes.md")
     with pytest.raises(ValueError, match="no such file"):

@@ -233,3 +233,6 @@ def test_files_are_looked_into_before_the_run_starts(tmp_path):
     with pytest.raises(ValueError, match="2 documents are too few for a data-parallel degree of 4"):
         load_config(args, world_size=4)
     assert load_config(args, world_size=2).training.dataset == "local"
+    (tmp_path / "a.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"training\.dataset: there is no document in it"):
+        load_config(args, world_size=1)

@@ -105,7 +105,7 @@ def test_wrong_folders(tmp_path: Path) -> None:
     assert "no such folder" in refusal(tmp_path / "nothing")
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert f"{empty / 'config.json'}: No such file" in refusal(empty)
+    assert f'model.hf_assets_path = "{empty}": there is no config.json' in refusal(empty)
 
 
 def test_folder_in_metas_format(folder: Path) -> None:
