@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed import ParallelDims
 
-from recipes.config import StripedJobConfig
-from recipes.config_checks import layout_of
+from recipes.config.layout import layout_of
+from recipes.config.schema import StripedJobConfig
 from recipes.llama3.args import FLAVORS
 from striped_cp import Documents, Layout, shard_sequence
 

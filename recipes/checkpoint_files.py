@@ -8,17 +8,15 @@ import io
 import pickle
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from recipes.config_types import InvalidSetting
-
-if TYPE_CHECKING:
-    from recipes.config import StripedJobConfig
+from recipes.config.schema import StripedJobConfig
+from recipes.config.types import InvalidSetting
 
 METADATA = ".metadata"
 # All that a checkpoint's `.metadata` names. torch reads it with plain pickle, which runs whatever
@@ -50,7 +48,7 @@ class ToLoad(NamedTuple):
     weights_only: bool
 
 
-def checkpoint_to_load(config: "StripedJobConfig") -> ToLoad | None:
+def checkpoint_to_load(config: StripedJobConfig) -> ToLoad | None:
     """What torchtitan 0.2.2's CheckpointManager.load will read; None: nothing of torch's format.
 
     Raises:
@@ -76,7 +74,7 @@ def checkpoint_to_load(config: "StripedJobConfig") -> ToLoad | None:
     return None if step == -1 else ToLoad(folder / f"step-{step}", step == 0)
 
 
-def under_way(config: "StripedJobConfig") -> bool:
+def under_way(config: StripedJobConfig) -> bool:
     """Whether the run goes on from a checkpoint of its own.
 
     A folder without a finished one is what is left of a run that died in its first save.
@@ -92,7 +90,7 @@ def finished_steps(folder: Path) -> set[int]:
     return {int(name[1]) for name in names if name}
 
 
-def check_checkpoint_files(config: "StripedJobConfig") -> None:
+def check_checkpoint_files(config: StripedJobConfig) -> None:
     """Check the checkpoint that the run is about to load.
 
     Raises:
@@ -112,7 +110,7 @@ def check_checkpoint_files(config: "StripedJobConfig") -> None:
         )
 
 
-def _check_initial(config: "StripedJobConfig") -> None:
+def _check_initial(config: StripedJobConfig) -> None:
     """torchtitan 0.2.2 loads what a run starts from only where there is no checkpoint folder.
 
     Training removes one without a finished checkpoint (`recipes.saving`), unless it saves nothing.
@@ -213,7 +211,7 @@ def read_whole(folder: Path) -> Metadata:
     return metadata
 
 
-def _check_shapes(folder: Path, metadata: Metadata, config: "StripedJobConfig") -> None:
+def _check_shapes(folder: Path, metadata: Metadata, config: StripedJobConfig) -> None:
     # Imported late: the planner and other readers of settings need no model.
     from recipes.llama3.args import FLAVORS
     from recipes.llama3.model import Transformer

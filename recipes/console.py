@@ -7,7 +7,7 @@ import warnings
 
 from torchtitan.tools.logging import init_logger, logger
 
-from recipes.config import StripedJobConfig
+from recipes.config.schema import StripedJobConfig
 
 # Warnings of torch 2.13, torchdata 0.11 and torchtitan 0.2.2 about themselves: beginning, and why
 # nobody needs to see it.

@@ -10,7 +10,8 @@ from torch.distributed.checkpoint import CheckpointException
 from torchtitan.tools.logging import logger
 
 from recipes import faults
-from recipes.config import StripedJobConfig, load_config
+from recipes.config.load import load_config
+from recipes.config.schema import StripedJobConfig
 from recipes.console import init_console
 
 

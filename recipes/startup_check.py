@@ -7,7 +7,7 @@ delivers something else, or nothing, ends the run and is named; a slow one is na
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,10 +15,8 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
 from recipes import faults
+from recipes.config.schema import StripedJobConfig
 from striped_cp.process_group import ProcessGroupRing
-
-if TYPE_CHECKING:
-    from recipes.config import StripedJobConfig
 
 # 256 KiB: on every kind of link latency and bandwidth both count.
 _NUMBERS = 1 << 16
@@ -45,7 +43,7 @@ class Link(NamedTuple):
 
 
 def run_startup_check(
-    config: "StripedJobConfig", parallel_dims: ParallelDims, device: torch.device
+    config: StripedJobConfig, parallel_dims: ParallelDims, device: torch.device
 ) -> None:
     """Check all rings; a collective of all ranks.
 

@@ -20,7 +20,7 @@ from torchtitan.train import Trainer
 
 from recipes import cpu_host, preemption, saving
 from recipes.batch import BatchSharder, Microbatch, plain_loss
-from recipes.config import StripedJobConfig
+from recipes.config.schema import StripedJobConfig
 from recipes.divergence import check_finite
 from recipes.evaluation.periodic import PeriodicEvaluation
 from recipes.loss import collect_token_losses

@@ -21,7 +21,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.utils import device_module, device_type
 
 from recipes.batch import BatchSharder, Microbatch, plain_loss
-from recipes.config import StripedJobConfig
+from recipes.config.schema import StripedJobConfig
 from recipes.data import build_validation_dataloader
 from recipes.loss import collect_token_losses
 from recipes.metrics.positions import LossByPosition

@@ -1,19 +1,16 @@
 """What runs here: one line at the top of a run's log."""
 
 import os
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torchtitan.distributed import ParallelDims
 
-from recipes.host_checks import kernel_of, uses_ring
-
-if TYPE_CHECKING:
-    from recipes.config import StripedJobConfig
+from recipes.config.host import kernel_of, uses_ring
+from recipes.config.schema import StripedJobConfig
 
 
-def versions(config: "StripedJobConfig", parallel_dims: ParallelDims) -> str:
+def versions(config: StripedJobConfig, parallel_dims: ParallelDims) -> str:
     """One line: versions, mesh, kernel."""
     nccl = "no NCCL"
     if dist.is_nccl_available() and torch.cuda.is_available():

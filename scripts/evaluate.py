@@ -30,7 +30,7 @@ def main(argv: list[str]) -> None:
     if "RANK" not in os.environ:
         be_alone()
     # After the arguments: these imports take seconds.
-    from recipes.config import load_config
+    from recipes.config.load import load_config
     from recipes.console import init_console
     from recipes.evaluation.checks import check_has_weights
     from recipes.launch import refuse

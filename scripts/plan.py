@@ -84,7 +84,7 @@ def report(args: argparse.Namespace, overrides: list[str]) -> tuple[str, bool]:
     Raises:
         ValueError: one line for a setting that makes no sense.
     """
-    from recipes.config import load_config
+    from recipes.config.load import load_config
     from recipes.planner import report as text
     from recipes.planner.hardware import find_gpu, find_network_gb_s
     from recipes.planner.plan import make_plan
@@ -150,7 +150,7 @@ def document_lengths(text: str | None) -> tuple[int, ...]:
 
 def write(args: argparse.Namespace, overrides: list[str], config: Any, plan: Plan) -> None:
     """Write the TOML file of `plan`: that of the command line, its overrides, then the plan."""
-    from recipes.config import read_toml
+    from recipes.config.load import read_toml
     from recipes.planner.report import toml_text
     from recipes.planner.settings import settings_of
 

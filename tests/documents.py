@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from recipes.config import StripedJobConfig
-from recipes.value_checks import get
+from recipes.config.schema import StripedJobConfig
+from recipes.config.values import get
 
 BOS, EOS = 1, 2
 

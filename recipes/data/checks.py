@@ -7,7 +7,7 @@ from typing import Any
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.hf_datasets.text_datasets import DATASETS
 
-from recipes.config_types import InvalidSetting
+from recipes.config.types import InvalidSetting
 from recipes.data.dataset import build_source, check_documents
 from recipes.data.files import find_files
 from recipes.data.records import SUFFIXES

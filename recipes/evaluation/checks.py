@@ -5,8 +5,8 @@ from pathlib import Path
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 from recipes.checkpoint_files import checkpoint_to_load
-from recipes.config import StripedJobConfig
-from recipes.config_types import InvalidSetting, choices
+from recipes.config.schema import StripedJobConfig
+from recipes.config.types import InvalidSetting, choices
 from recipes.data.dataset import build_source
 from recipes.evaluation.evaluator import lengths_of, make_samples
 from recipes.evaluation.haystack import Encoder, Haystack

@@ -9,7 +9,7 @@ from torch import nn
 from torchtitan.distributed import ParallelDims
 from tqdm import tqdm
 
-from recipes.config import StripedJobConfig
+from recipes.config.schema import StripedJobConfig
 from recipes.data.dataset import build_source
 from recipes.evaluation.haystack import Encoder, Haystack
 from recipes.evaluation.scorer import Scorer

@@ -10,7 +10,7 @@ from torch.utils.tensorboard import SummaryWriter
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
-from recipes.config import StripedJobConfig
+from recipes.config.schema import StripedJobConfig
 from recipes.evaluation import report
 from recipes.evaluation.evaluator import Evaluator
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from recipes.checkpoint_files import finished_steps, load_without_code
-from recipes.config import StripedJobConfig
+from recipes.config.schema import StripedJobConfig
 from recipes.llama3 import train_spec
 from recipes.trainer import StripedTrainer
 

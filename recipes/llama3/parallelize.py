@@ -15,8 +15,8 @@ from torchtitan.tools.logging import logger
 
 from recipes import cpu_host
 from recipes.activation_checkpoint import apply_activation_checkpointing
-from recipes.config import StripedJobConfig
-from recipes.config_checks import layout_of
+from recipes.config.layout import layout_of
+from recipes.config.schema import StripedJobConfig
 from recipes.llama3.model import Transformer
 from recipes.llama3.tensor_parallel import apply_tensor_parallel
 from recipes.loss import LossHead

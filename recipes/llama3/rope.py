@@ -15,12 +15,10 @@ of every position is 512 MiB, and each of P ranks needs 1/P of it.
 """
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from recipes.config import Rope
+from recipes.config.schema import Rope
 
 # Llama-3 was pre-trained at 8192 tokens with this theta (arXiv 2407.21783, section 3.2).
 LLAMA3_THETA = 500_000.0
@@ -28,7 +26,7 @@ LLAMA3_THETA = 500_000.0
 LLAMA3_REACH = 2.0
 
 
-def inverse_frequencies(rope: "Rope", head_dim: int) -> torch.Tensor:
+def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
     """Radians per token of every rotated pair.
 
     Returns:
@@ -43,14 +41,14 @@ def inverse_frequencies(rope: "Rope", head_dim: int) -> torch.Tensor:
     return frequencies
 
 
-def _llama3(rope: "Rope", frequencies: torch.Tensor) -> torch.Tensor:
+def _llama3(rope: Rope, frequencies: torch.Tensor) -> torch.Tensor:
     """Llama-3.1's rescaling; the ramp is linear in rotations over the original context."""
     rotations = rope.original_max_position_embeddings * frequencies / (2 * math.pi)
     ramp = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     return torch.lerp(frequencies / rope.scaling_factor, frequencies, ramp.clamp(0, 1))
 
 
-def _yarn(rope: "Rope", frequencies: torch.Tensor, head_dim: int) -> torch.Tensor:
+def _yarn(rope: Rope, frequencies: torch.Tensor, head_dim: int) -> torch.Tensor:
     """YaRN as its authors and Hugging Face implement it.
 
     The ramp is linear in the index of the pair, not in rotations as in the paper's equation 18,
@@ -68,14 +66,14 @@ def _yarn(rope: "Rope", frequencies: torch.Tensor, head_dim: int) -> torch.Tenso
     return torch.lerp(frequencies, frequencies / rope.scaling_factor, ramp.clamp(0, 1))
 
 
-def attention_temperature(rope: "Rope") -> float:
+def attention_temperature(rope: Rope) -> float:
     """Factor on both queries and keys: YaRN's sqrt(1/t) = 0.1 ln(s) + 1 (equation 22), else 1."""
     if rope.scaling != "yarn" or not rope.attention_temperature:
         return 1.0
     return 0.1 * math.log(max(rope.scaling_factor, 1.0)) + 1.0
 
 
-def rotations(rope: "Rope", head_dim: int, positions: torch.Tensor) -> torch.Tensor:
+def rotations(rope: Rope, head_dim: int, positions: torch.Tensor) -> torch.Tensor:
     """Rotation of every pair at this rank's positions, shared by all layers of a forward pass.
 
     Angles are float64: at position 2**20 a float32 angle is off by up to 0.06 rad.
@@ -112,7 +110,7 @@ def apply_rotations(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
     return torch.stack(turned, dim=-1).flatten(-2)
 
 
-def longest_sequence(rope: "Rope", head_dim: int) -> int:
+def longest_sequence(rope: Rope, head_dim: int) -> int:
     """Tokens up to which these settings are meant to be trained or used.
 
     `original_max_position_embeddings`, times the scaling factor (twice that for "llama3": see
@@ -128,7 +126,7 @@ def longest_sequence(rope: "Rope", head_dim: int) -> int:
     return round(rope.original_max_position_embeddings * stretch)
 
 
-def check_sequence_length(rope: "Rope", head_dim: int, seq_len: int) -> None:
+def check_sequence_length(rope: Rope, head_dim: int, seq_len: int) -> None:
     """Refuse sequences that the settings were never meant for.
 
     Raises:

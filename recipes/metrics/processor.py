@@ -24,7 +24,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_type
 
-from recipes.config import StripedJobConfig
+from recipes.config.schema import StripedJobConfig
 from recipes.llama3.args import TransformerModelArgs
 from recipes.metrics.charts import custom_scalars, twins
 from recipes.metrics.flops import Flops

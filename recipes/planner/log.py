@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from recipes.config.schema import StripedJobConfig
 from recipes.planner.hardware import GPUS, find_network_gb_s, gpu_from_device_name
 from recipes.planner.memory import GIB
 from recipes.planner.plan import Plan, make_plan
 from recipes.planner.settings import run_from_config
-
-if TYPE_CHECKING:
-    from recipes.config import StripedJobConfig
 
 
 def plan_of_run(config: StripedJobConfig, world_size: int, device_name: str) -> Plan:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from recipes.config.schema import StripedJobConfig
 from recipes.planner.hardware import Gpu
 from recipes.planner.run import Levers, Run, check, with_degrees
 from recipes.planner.shapes import SHAPES
-
-if TYPE_CHECKING:
-    from recipes.config import StripedJobConfig
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 # Stages per rank that torchtitan 0.2.2 makes when layers_per_stage is not set.

@@ -6,8 +6,8 @@ from typing import Any
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 from recipes.checkpoint_files import finished_steps, under_way
-from recipes.config import StripedJobConfig
-from recipes.config_types import InvalidSetting
+from recipes.config.schema import StripedJobConfig
+from recipes.config.types import InvalidSetting
 from recipes.llama3.args import FLAVORS
 from recipes.weights.adapter import hf_shapes
 from recipes.weights.folder import INDEX, check_folder, read_json

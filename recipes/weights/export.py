@@ -16,7 +16,7 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from tqdm import tqdm
 
 from recipes.checkpoint_files import read_metadata
-from recipes.config import StripedJobConfig
+from recipes.config.schema import StripedJobConfig
 from recipes.llama3.args import FLAVORS, TransformerModelArgs
 from recipes.weights.adapter import StateDictAdapter, file_numbers, hf_shapes, native_shapes
 from recipes.weights.folder import INDEX, read_json

@@ -8,7 +8,7 @@ import dataclasses
 import math
 from typing import Any
 
-from recipes.config import Rope
+from recipes.config.schema import Rope
 from recipes.llama3.rope import longest_sequence
 
 # What transformers assumes where a file does not say.

@@ -12,7 +12,8 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 
 from recipes.batch import BatchSharder, plain_loss
-from recipes.config import StripedJobConfig, load_config
+from recipes.config.load import load_config
+from recipes.config.schema import StripedJobConfig
 from recipes.llama3.args import FLAVORS
 from recipes.llama3.model import Transformer
 from recipes.llama3.parallelize import parallelize_llama

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
-from recipes.config import load_config
+from recipes.config.load import load_config
 from recipes.data import build_dataloader, packing_stats
 from recipes.llama3 import train_spec
 from recipes.llama3.args import FLAVORS

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from recipes.config import load_config
+from recipes.config.load import load_config
 from recipes.llama3 import train_spec
 from recipes.trainer import StripedTrainer
 from tests.distributed.launch import run_ranks

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from recipes.config import load_config
+from recipes.config.load import load_config
 from recipes.llama3 import train_spec
 from recipes.trainer import StripedTrainer
 from tests.distributed.launch import run_ranks

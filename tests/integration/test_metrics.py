@@ -9,7 +9,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2, metadata
 
-from recipes.config import load_config
+from recipes.config.load import load_config
 from recipes.data import build_dataloader
 from recipes.llama3.train_spec import build_hf_tokenizer
 from tests.integration.conftest import STEPS

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.config import load_config
+from recipes.config.load import load_config
 from recipes.planner.hardware import GPUS
 from recipes.planner.log import plan_line, plan_of_run
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from recipes.config import load_config
+from recipes.config.load import load_config
 from recipes.weights.export import hf_config
 from tests.hf_models import ROPE, load_model, make_model, save_model
 from tests.integration.runs import RECIPE, ROOT, TINY, train

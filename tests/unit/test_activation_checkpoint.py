@@ -8,7 +8,7 @@ from torchtitan.config.job_config import ActivationCheckpoint
 
 import striped_cp.ops
 from recipes.activation_checkpoint import apply_activation_checkpointing
-from recipes.config import Memory
+from recipes.config.schema import Memory
 from recipes.llama3.args import FLAVORS
 from recipes.llama3.model import Transformer
 from recipes.offload import CheckpointOffload

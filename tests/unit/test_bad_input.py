@@ -76,7 +76,7 @@ FILES = [
         '[experimental]\ncustom_import = "os"\n',
         "--experimental.custom_import os on the command line",
     ),
-    ('[job]\ncustom_config_module = "mine"\n', "recipes/config.py"),
+    ('[job]\ncustom_config_module = "mine"\n', "recipes/config/schema.py"),
 ]
 
 

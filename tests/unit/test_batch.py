@@ -5,7 +5,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from recipes.batch import BatchSharder
-from recipes.config import load_config
+from recipes.config.load import load_config
 from striped_cp import Striped
 
 

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from recipes.config import StripedJobConfig, load_config
+from recipes.config.load import load_config
+from recipes.config.schema import StripedJobConfig
 from recipes.evaluation.checks import check_has_weights
 from recipes.evaluation.run import step_to_load
 from recipes.saving import forget_unfinished_start

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes.config import StripedJobConfig, load_config
+from recipes.config.load import load_config
+from recipes.config.schema import StripedJobConfig
 from recipes.llama3.args import FLAVORS
 
 ROOT = Path(__file__).parents[2]

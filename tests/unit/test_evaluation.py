@@ -9,7 +9,7 @@ import pytest
 from torch.utils.tensorboard import SummaryWriter
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
-from recipes.config import load_config
+from recipes.config.load import load_config
 from recipes.data.sources import FileSource
 from recipes.evaluation import report
 from recipes.evaluation.evaluator import lengths_of, make_samples, summarize_tasks

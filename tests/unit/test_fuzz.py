@@ -7,8 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from recipes.config import StripedJobConfig, load_config
-from recipes.config_types import InvalidSetting, check_table
+from recipes.config.load import load_config
+from recipes.config.schema import StripedJobConfig
+from recipes.config.types import InvalidSetting, check_table
 from recipes.data.records import SUFFIXES, BadDocument, read_records
 
 SECTIONS = ("training", "parallelism", "striped_cp", "checkpoint", "rope", "optimizer", "new")

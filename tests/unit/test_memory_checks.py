@@ -2,9 +2,9 @@
 
 import pytest
 
-from recipes import memory_checks, offload
-from recipes.config import load_config
-from recipes.memory_checks import offloaded_bytes_per_rank
+from recipes import offload
+from recipes.config.load import load_config
+from recipes.config.memory import check_host_memory, offloaded_bytes_per_rank
 
 CONFIG = ["--job.config_file", "train_configs/debug_cpu.toml"]
 OP = [
@@ -71,9 +71,9 @@ def test_host_without_room_is_refused_at_startup(monkeypatch):
     with pytest.raises(
         ValueError, match=r"offload_checkpoints = true: .* 512\.. GiB .* 300\.0 GiB"
     ):
-        memory_checks.check_host_memory(config)
+        check_host_memory(config)
     monkeypatch.setattr(offload, "host_memory_available", lambda: 1000 * 2**30)
-    memory_checks.check_host_memory(config)
+    check_host_memory(config)
 
 
 @pytest.mark.parametrize(

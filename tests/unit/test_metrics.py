@@ -12,7 +12,7 @@ from torch import nn
 from torchtitan.models.utils import get_dense_model_nparams_and_flops
 from torchtitan.tools.logging import logger
 
-from recipes.config import load_config
+from recipes.config.load import load_config
 from recipes.llama3.args import FLAVORS
 from recipes.loss import LossHead, build_loss, collect_token_losses
 from recipes.metrics import processor, ring_clock
@@ -96,7 +96,7 @@ def test_a_pipeline_stage_without_losses_adds_nothing():
 
 @pytest.mark.parametrize("chunk_tokens", [0, 5])
 def test_token_losses_are_those_of_the_loss(chunk_tokens):
-    from recipes.config import load_config
+    from recipes.config.load import load_config
 
     torch.manual_seed(0)
     hidden, labels = torch.randn(2, 7, 4), torch.randint(0, 11, (2, 7))

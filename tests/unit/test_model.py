@@ -8,7 +8,8 @@ from torchtitan.models.llama3.model import model as titan
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
 from torchtitan.models.llama3.model.args import TransformerModelArgs as TitanArgs
 
-from recipes.config import Rope, load_config
+from recipes.config.load import load_config
+from recipes.config.schema import Rope
 from recipes.llama3.args import FLAVORS
 from recipes.llama3.model import InnerAttention, Transformer
 from striped_cp import Documents

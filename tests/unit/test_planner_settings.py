@@ -2,7 +2,7 @@
 
 import pytest
 
-from recipes.config import load_config
+from recipes.config.load import load_config
 from recipes.planner.hardware import GPUS, find_network_gb_s
 from recipes.planner.layouts import slowest_pairs, with_documents
 from recipes.planner.report import toml_text

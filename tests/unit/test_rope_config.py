@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from recipes.config import Rope
+from recipes.config.schema import Rope
 from recipes.llama3.rope import attention_temperature, inverse_frequencies, longest_sequence
 from recipes.weights.rope_config import read_rope, write_rope
 

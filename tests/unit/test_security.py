@@ -9,7 +9,7 @@ import yaml
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 
 from recipes.checkpoint_files import load_without_code
-from recipes.config import load_config
+from recipes.config.load import load_config
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = [

@@ -18,7 +18,7 @@ from torchtitan.distributed import ParallelDims
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from recipes import checkpoint_files, offload
-from recipes.config import load_config
+from recipes.config.load import load_config
 from recipes.llama3.args import FLAVORS
 from recipes.llama3.model import Transformer
 from recipes.llama3.parallelize import parallelize_llama

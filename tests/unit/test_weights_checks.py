@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from recipes.config import load_config
+from recipes.config.load import load_config
 from recipes.llama3.args import FLAVORS
 from recipes.weights.checks import check_config_json
 from recipes.weights.model_config import model_fields

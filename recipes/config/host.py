@@ -1,20 +1,17 @@
 """Checks of this host: can the run write where it has to, is there room, are there the tools.
 
-Raises `InvalidSetting` like `recipes.config_checks`, which calls this.
+Raises `InvalidSetting` like `recipes.config.checks`, which calls this.
 """
 
 import importlib.util
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from recipes.config_types import InvalidSetting
+from recipes.config.schema import StripedJobConfig
+from recipes.config.types import InvalidSetting
+from recipes.config.values import get
 from recipes.planner.shapes import SHAPES
-from recipes.value_checks import get
-
-if TYPE_CHECKING:
-    from recipes.config import StripedJobConfig
 
 _GB = 1e9
 # What needs an accelerator: value, why, and what is allowed without one.
@@ -28,7 +25,7 @@ _GPU_ONLY = {
 }
 
 
-def check_host(config: "StripedJobConfig") -> None:
+def check_host(config: StripedJobConfig) -> None:
     """Check folder, room and tools that a run needs."""
     if config.metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
         why = "wandb is not installed"
@@ -64,7 +61,7 @@ def _check_writable(dump_folder: str) -> Path:
     return existing
 
 
-def _check_room(config: "StripedJobConfig", folder: Path) -> None:
+def _check_room(config: StripedJobConfig, folder: Path) -> None:
     needed, free = checkpoint_bytes(config), shutil.disk_usage(folder).free
     if free < needed:
         why = f"a checkpoint takes {needed / _GB:.3g} GB, {folder} has {free / _GB:.3g} GB of room"
@@ -72,19 +69,19 @@ def _check_room(config: "StripedJobConfig", folder: Path) -> None:
         raise InvalidSetting("job.dump_folder", config.job.dump_folder, why, allowed)
 
 
-def checkpoint_bytes(config: "StripedJobConfig") -> int:
+def checkpoint_bytes(config: StripedJobConfig) -> int:
     """Bytes of a full checkpoint: weights and Adam's two moments in training.dtype."""
     per_value = 2 if config.training.dtype == "bfloat16" else 4
     return 3 * per_value * SHAPES[config.model.flavor].parameters
 
 
-def uses_ring(config: "StripedJobConfig") -> bool:
+def uses_ring(config: StripedJobConfig) -> bool:
     """Whether attention is this project's; torch's own serves one rank with one document."""
     named = config.striped_cp.kernel != "auto"
     return named or config.documents.mask or config.parallelism.context_parallel_degree > 1
 
 
-def kernel_of(config: "StripedJobConfig") -> str:
+def kernel_of(config: StripedJobConfig) -> str:
     """Name of the attention kernel that the run will use on this host.
 
     Raises:

@@ -1,25 +1,21 @@
 """Checks of a configuration: what fits together.
 
-Every check raises `InvalidSetting`; `recipes.config.load_config` adds where the setting came from.
-They all run before a process group exists, on every rank alike.
+Every check raises `InvalidSetting`; `recipes.config.load` adds where the setting came from. They
+all run before a process group exists, on every rank alike.
 """
 
-import math
 import os
-from typing import TYPE_CHECKING
 
-from recipes.combination_checks import check_combinations, check_combinations_at_launch
-from recipes.config_types import InvalidSetting, toml
-from recipes.host_checks import check_host
-from recipes.memory_checks import check_host_memory, check_memory
-from recipes.value_checks import check_values
-from striped_cp.layout import Layout, Striped, layout_from_spec
-
-if TYPE_CHECKING:
-    from recipes.config import StripedJobConfig
+from recipes.config.combinations import check_combinations, check_combinations_at_launch
+from recipes.config.host import check_host
+from recipes.config.layout import seq_len_divisor
+from recipes.config.memory import check_host_memory, check_memory
+from recipes.config.schema import StripedJobConfig
+from recipes.config.types import InvalidSetting, toml
+from recipes.config.values import check_values
 
 
-def check_config(config: "StripedJobConfig") -> None:
+def check_config(config: StripedJobConfig) -> None:
     """Check everything that the configuration says by itself."""
     check_values(config)
     _check_activation_checkpoint(config)
@@ -30,7 +26,7 @@ def check_config(config: "StripedJobConfig") -> None:
     check_memory(config)
 
 
-def _check_activation_checkpoint(config: "StripedJobConfig") -> None:
+def _check_activation_checkpoint(config: StripedJobConfig) -> None:
     settings = config.activation_checkpoint
     option = settings.selective_ac_option
     if option != "op" and not (option.isdecimal() and option.isascii() and int(option) >= 1):
@@ -43,27 +39,14 @@ def _check_activation_checkpoint(config: "StripedJobConfig") -> None:
         raise InvalidSetting(key, settings.mode, "needs a compiled model", allowed)
 
 
-def _check_rope(config: "StripedJobConfig") -> None:
+def _check_rope(config: StripedJobConfig) -> None:
     low, high = config.rope.low_freq_factor, config.rope.high_freq_factor
     if low >= high:
         allowed = f"below rope.high_freq_factor = {high}"
         raise InvalidSetting("rope.low_freq_factor", low, "the two factors cross", allowed)
 
 
-def layout_of(config: "StripedJobConfig") -> Layout:
-    """The layout that `parallelism.context_parallel_load_balancer` and its block size name."""
-    name = config.parallelism.context_parallel_load_balancer
-    return Striped(config.striped_cp.block_size) if name == "striped" else layout_from_spec(name)
-
-
-def seq_len_divisor(config: "StripedJobConfig") -> int:
-    """What sequence lengths must be a multiple of: the layout's rule, and S/cp split over tp."""
-    cp = config.parallelism.context_parallel_degree
-    tp = config.parallelism.tensor_parallel_degree
-    return math.lcm(layout_of(config).divisor(cp), cp * tp)
-
-
-def _check_sequence(config: "StripedJobConfig") -> None:
+def _check_sequence(config: StripedJobConfig) -> None:
     block_size = config.striped_cp.block_size
     balancer = config.parallelism.context_parallel_load_balancer
     if block_size != 1 and balancer != "striped":
@@ -79,7 +62,7 @@ def _check_sequence(config: "StripedJobConfig") -> None:
         _check_divides(config, key, value)
 
 
-def _check_divides(config: "StripedJobConfig", key: str, seq_len: int) -> None:
+def _check_divides(config: StripedJobConfig, key: str, seq_len: int) -> None:
     divisor = seq_len_divisor(config)
     if seq_len % divisor == 0:
         return
@@ -97,7 +80,7 @@ def _check_divides(config: "StripedJobConfig", key: str, seq_len: int) -> None:
     raise InvalidSetting(key, seq_len, f"not divisible by {' times '.join(degrees)}", allowed)
 
 
-def _check_tools(config: "StripedJobConfig") -> None:
+def _check_tools(config: StripedJobConfig) -> None:
     profiling = config.profiling
     cycle = profiling.profiler_warmup + profiling.profiler_active
     if profiling.enable_profiling and profiling.profile_freq < cycle:
@@ -117,7 +100,7 @@ class CannotRun(ValueError):
     """What the model's or the data's own check says, without the name of the file."""
 
 
-def check_launch(config: "StripedJobConfig", world_size: int) -> None:
+def check_launch(config: StripedJobConfig, world_size: int) -> None:
     """Check what depends on the number of ranks, on the model, and on files of this host."""
     data_parallel = _check_degrees(config, world_size)
     _check_batch(config, data_parallel)
@@ -141,7 +124,7 @@ def check_launch(config: "StripedJobConfig", world_size: int) -> None:
         raise InvalidSetting("checkpoint.create_seed_checkpoint", True, why, "false")
 
 
-def _check_degrees(config: "StripedJobConfig", world_size: int) -> int:
+def _check_degrees(config: StripedJobConfig, world_size: int) -> int:
     """Check that the degrees multiply to the number of ranks; returns the data-parallel degree."""
     parallelism = config.parallelism
     replicate = parallelism.data_parallel_replicate_degree
@@ -177,7 +160,7 @@ def _check_degrees(config: "StripedJobConfig", world_size: int) -> int:
     return replicate * shard
 
 
-def _check_model(config: "StripedJobConfig") -> None:
+def _check_model(config: StripedJobConfig) -> None:
     # Imported late: torchtitan's models take long to import, and the planner needs none of them.
     from recipes.llama3.args import FLAVORS
     from recipes.llama3.rope import check_sequence_length
@@ -192,7 +175,7 @@ def _check_model(config: "StripedJobConfig") -> None:
         raise InvalidSetting("parallelism.tensor_parallel_degree", tp, why, allowed)
 
 
-def _check_batch(config: "StripedJobConfig", data_parallel: int) -> None:
+def _check_batch(config: StripedJobConfig, data_parallel: int) -> None:
     total = config.training.global_batch_size
     step = config.training.local_batch_size * data_parallel
     if total != -1 and total % step:
@@ -202,7 +185,7 @@ def _check_batch(config: "StripedJobConfig", data_parallel: int) -> None:
         )
 
 
-def _check_files(config: "StripedJobConfig") -> None:
+def _check_files(config: StripedJobConfig) -> None:
     path = config.model.hf_assets_path
     if not os.path.isdir(path):
         allowed = "a folder with tokenizer.json"
@@ -220,21 +203,21 @@ def _check_files(config: "StripedJobConfig") -> None:
         raise InvalidSetting("checkpoint.initial_load_path", load_path, "no such folder", allowed)
 
 
-def _check_weights(config: "StripedJobConfig") -> None:
+def _check_weights(config: StripedJobConfig) -> None:
     # Imported late: it builds the model to know the shapes of its weights.
     from recipes.weights.checks import check_weights
 
     check_weights(config)
 
 
-def _check_checkpoint(config: "StripedJobConfig") -> None:
+def _check_checkpoint(config: StripedJobConfig) -> None:
     # Imported late: it imports torch.
     from recipes.checkpoint_files import check_checkpoint_files
 
     check_checkpoint_files(config)
 
 
-def _check_evaluation(config: "StripedJobConfig") -> None:
+def _check_evaluation(config: StripedJobConfig) -> None:
     if config.evaluation.enable:
         # Imported late: few runs have one.
         from recipes.evaluation.checks import check_evaluation
@@ -242,7 +225,7 @@ def _check_evaluation(config: "StripedJobConfig") -> None:
         check_evaluation(config)
 
 
-def _check_data(config: "StripedJobConfig", data_parallel: int) -> None:
+def _check_data(config: StripedJobConfig, data_parallel: int) -> None:
     # Imported late: `datasets` takes long to import, and the planner needs none of it.
     from recipes.data.checks import check_data
 

@@ -1,30 +1,13 @@
-"""The TOML schema, and how a run reads it.
+"""The TOML schema: torchtitan 0.2.2's `JobConfig` with five sections more.
 
-The schema is torchtitan 0.2.2's `JobConfig` with five sections more: `striped_cp`, `documents`,
-`rope`, `memory`, and `evaluation`. `load_config` reads a TOML file and command-line overrides
-through torchtitan's own parser, between the checks of `config_types` and `config_checks`. Nothing
-here touches a process group or a device: the planner reads its TOML the same way as the trainer.
+They are `striped_cp`, `documents`, `rope`, `memory`, and `evaluation`; `recipes.config.load` reads
+a file into it.
 """
 
-import contextlib
-import io
-import os
-import re
-import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
-from torchtitan.config import ConfigManager
 from torchtitan.config import job_config as titan
-
-from recipes.config_checks import CannotRun, check_config, check_launch
-from recipes.config_types import InvalidSetting, check_options, check_table
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 
 @dataclass
@@ -87,7 +70,7 @@ class Validation(DataSource, titan.Validation):
     """Sequence length for validation. -1: training.seq_len"""
 
     def __post_init__(self) -> None:
-        """Nothing: torchtitan's range check is an assertion, `config_checks` has a message."""
+        """Nothing: torchtitan's range check is an assertion, this project's has a message."""
 
 
 @dataclass
@@ -217,131 +200,3 @@ class StripedJobConfig(titan.JobConfig):
     rope: Rope = field(default_factory=Rope)
     memory: Memory = field(default_factory=Memory)
     evaluation: Evaluation = field(default_factory=Evaluation)
-
-
-def load_config(args: Sequence[str], world_size: int | None = None) -> StripedJobConfig:
-    """Read the TOML file that `args` names and the overrides in `args`.
-
-    Args:
-        args: command line, e.g. `["--job.config_file", "x.toml", "--training.steps", "5"]`.
-        world_size: number of ranks of a run that is about to start; its degrees, batch sizes and
-            files are checked too. None: only what the file says by itself.
-
-    Raises:
-        ValueError: one line that names the file, the key, its value and what is allowed.
-    """
-    path = _config_file(args)
-    table = read_toml(path) if path else {}
-    try:
-        table = check_table(table, StripedJobConfig)
-        _refuse_code(table)
-        config = _parse(args, table)
-        check_table(asdict(config), StripedJobConfig)  # the parser takes integers of any size
-        check_config(config)
-        if world_size is not None:
-            check_launch(config, world_size)
-    except InvalidSetting as error:
-        raise ValueError(f"{_origin(error.key, path, table, args)}: {error}") from None
-    except CannotRun as error:
-        raise ValueError(f"{path or 'command line'}: {error}") from None
-    if config.validation.seq_len == -1:
-        config.validation.seq_len = config.training.seq_len
-    if config.validation.local_batch_size == -1:
-        config.validation.local_batch_size = config.training.local_batch_size
-    return config
-
-
-def _refuse_code(table: dict[str, Any]) -> None:
-    """A recipe is data: only who starts the run may name code to run."""
-    module = table.get("experimental", {}).get("custom_import", "")
-    if module:
-        key, why = "experimental.custom_import", "a file may not name code to run"
-        raise InvalidSetting(key, module, why, f"--{key} {module} on the command line")
-
-
-class _Manager(ConfigManager):
-    """torchtitan's parser (0.2.2) over a table that was read and checked before.
-
-    Its own validation only warns about a missing tokenizer and about deprecated keys, which
-    `config_checks` refuses.
-    """
-
-    def __init__(self, table: dict[str, Any]) -> None:
-        super().__init__(config_cls=StripedJobConfig)
-        self._table = table
-
-    def _maybe_load_toml(self, args: list[str]) -> dict[str, Any]:
-        return self._table
-
-    def _maybe_add_custom_config(
-        self, args: list[str], toml_values: dict[str, Any]
-    ) -> type[StripedJobConfig]:
-        """Not the module of job.custom_config_module, which `config_checks` refuses: importing it
-        would run code that a recipe names."""
-        return StripedJobConfig
-
-    def _validate_config(self) -> None:
-        pass
-
-
-def _parse(args: Sequence[str], table: dict[str, Any]) -> StripedJobConfig:
-    """Put the command line over the table; the parser's framed error messages become one line."""
-    try:
-        check_options(args, StripedJobConfig)
-    except InvalidSetting as error:
-        raise ValueError(f"command line: {error}") from None
-    messages = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(messages):
-            config = _Manager(table).parse_args(list(args))
-    except SystemExit as exit_:
-        if not exit_.code:
-            raise  # --help
-        lines = [line.strip("│ ") for line in messages.getvalue().splitlines()[1:]]
-        end = next((i for i, line in enumerate(lines) if line.startswith("─")), len(lines))
-        # The parser writes --training.seq-len for training.seq_len.
-        message = re.sub(
-            r"--[\w.-]+", lambda m: m[0][:2] + m[0][2:].replace("-", "_"), " ".join(lines[:end])
-        )
-        raise ValueError(f"command line: {message}") from None
-    assert isinstance(config, StripedJobConfig)
-    return config
-
-
-def _config_file(args: Sequence[str]) -> str | None:
-    names = ("--job.config_file", "--job.config-file")
-    path = None
-    for i, arg in enumerate(args):
-        name, equals, value = arg.partition("=")
-        if name in names:  # the last one counts, as for every other setting
-            path = value if equals else (args[i + 1] if i + 1 < len(args) else None)
-    return path
-
-
-def read_toml(path: str) -> dict[str, Any]:
-    """The tables of a TOML file.
-
-    Raises:
-        ValueError: one line, if it cannot be read.
-    """
-    if not os.path.isfile(path):
-        what = "a folder" if os.path.isdir(path) else "no such file"
-        raise ValueError(f"{path}: {what}; --job.config_file names a TOML file")
-    with open(path, "rb") as file:
-        try:
-            return tomllib.loads(file.read().decode("utf-8-sig"))
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from None
-        except tomllib.TOMLDecodeError as error:
-            raise ValueError(f"{path}: not valid TOML: {error}") from None
-        except RecursionError:
-            raise ValueError(f"{path}: not valid TOML: nested too deeply") from None
-
-
-def _origin(key: str, path: str | None, table: dict[str, Any], args: Sequence[str]) -> str:
-    """Where the user set `key`: the command line, the file, or nowhere."""
-    if any(arg.partition("=")[0].replace("-", "_") == f"__{key}" for arg in args):
-        return "command line"
-    for part in key.split("."):
-        table = table.get(part, {}) if isinstance(table, dict) else {}
-    return path if path and table != {} else f"{path or 'command line'} (default)"

@@ -1,22 +1,19 @@
 """Checks of the `[memory]` section: what its levers need, and what they cannot go together with.
 
-Raises `InvalidSetting` like `recipes.config_checks`, which calls this.
+Raises `InvalidSetting` like `recipes.config.checks`, which calls this.
 """
 
 import os
-from typing import TYPE_CHECKING
 
-from recipes.config_types import InvalidSetting
+from recipes.config.schema import StripedJobConfig
+from recipes.config.types import InvalidSetting
 from recipes.planner.memory import GIB, in_flight_microbatches, pinned_bytes
 from recipes.planner.run import Levers, Run
 from recipes.planner.settings import virtual_stages
 from recipes.planner.shapes import SHAPES
 
-if TYPE_CHECKING:
-    from recipes.config import StripedJobConfig
 
-
-def check_memory(config: "StripedJobConfig") -> None:
+def check_memory(config: StripedJobConfig) -> None:
     """Check the levers against the settings that they build on."""
     settings = config.activation_checkpoint
     mode = f'activation_checkpoint.mode = "{settings.mode}"'
@@ -49,7 +46,7 @@ def check_memory(config: "StripedJobConfig") -> None:
         _check_loss(config)
 
 
-def _check_loss(config: "StripedJobConfig") -> None:
+def _check_loss(config: StripedJobConfig) -> None:
     key, value = "memory.loss_chunk_tokens", config.memory.loss_chunk_tokens
     parallelism = config.parallelism
     if parallelism.disable_loss_parallel and parallelism.tensor_parallel_degree > 1:
@@ -63,7 +60,7 @@ def _check_loss(config: "StripedJobConfig") -> None:
             raise InvalidSetting(key, value, why, f'0, or {converter}.filter_fqns = ["output"]')
 
 
-def check_host_memory(config: "StripedJobConfig") -> None:
+def check_host_memory(config: StripedJobConfig) -> None:
     """Check that the checkpoints of all ranks of this host fit into its memory."""
     if not config.memory.offload_checkpoints:
         return
@@ -82,7 +79,7 @@ def check_host_memory(config: "StripedJobConfig") -> None:
         )
 
 
-def offloaded_bytes_per_rank(config: "StripedJobConfig") -> float:
+def offloaded_bytes_per_rank(config: StripedJobConfig) -> float:
     """Host memory that the checkpoints of the fullest rank take."""
     parallelism, training = config.parallelism, config.training
     run = Run(

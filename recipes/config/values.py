@@ -1,17 +1,14 @@
 """Checks of each key by itself: ranges, names, and keys that would be ignored here.
 
-Raises `InvalidSetting` like `recipes.config_checks`, which calls this.
+Raises `InvalidSetting` like `recipes.config.checks`, which calls this.
 """
 
 import math
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from recipes.config_types import InvalidSetting, choices, toml
-
-if TYPE_CHECKING:
-    from recipes.config import StripedJobConfig
-
+from recipes.config.schema import StripedJobConfig
+from recipes.config.types import InvalidSetting, choices, toml
 
 _AT_LEAST_ONE = (
     "training.seq_len",
@@ -115,8 +112,11 @@ _ONLY: dict[str, tuple[object, str]] = {
     "fault_tolerance.enable": (False, "torchtitan's trainer reads it in an experiment only"),
     "memory_estimation.enable": (False, "run scripts/plan.py on this file instead"),
     "comm.mode": ("default", "run scripts/plan.py for a dry run"),
-    "job.custom_config_module": ("", "the schema is recipes/config.py; add your fields there"),
-    "experimental.custom_args_module": ("", "the schema is recipes/config.py"),
+    "job.custom_config_module": (
+        "",
+        "add your fields to recipes/config/schema.py",
+    ),
+    "experimental.custom_args_module": ("", "the schema is recipes/config/schema.py"),
     "model.tokenizer_path": (None, "set model.hf_assets_path instead"),
     "optimizer.early_step_in_backward": (False, "gradients could not be clipped any more"),
     "training.dataloader.persistent_workers": (False, "the workers are threads"),
@@ -133,13 +133,13 @@ def get(config: object, key: str) -> Any:
     return config
 
 
-def check_values(config: "StripedJobConfig") -> None:
+def check_values(config: StripedJobConfig) -> None:
     """Check every key whose value can be judged without looking at another one."""
     _check_ranges(config)
     _check_choices(config)
 
 
-def _check_ranges(config: "StripedJobConfig") -> None:
+def _check_ranges(config: StripedJobConfig) -> None:
     rules = (
         (_AT_LEAST_ONE, lambda v: v >= 1, "at least 1"),
         (_AT_LEAST_ZERO, lambda v: v >= 0, "at least 0"),
@@ -168,7 +168,7 @@ def _check_ranges(config: "StripedJobConfig") -> None:
         raise InvalidSetting("checkpoint.keep_latest_k", 1, why, "0 for all, or at least 2")
 
 
-def _check_choices(config: "StripedJobConfig") -> None:
+def _check_choices(config: StripedJobConfig) -> None:
     for key, allowed in _ONE_OF.items():
         value = get(config, key)
         if not set([value] if isinstance(value, str) else value) <= set(allowed):

@@ -1,17 +1,14 @@
 """Checks of parallelisms, precision and compilation against each other.
 
 What cannot work together is refused with a line that names both settings. Every check raises
-`InvalidSetting` like `recipes.config_checks`, which calls this; docs/parallelism.md has the table.
+`InvalidSetting` like `recipes.config.checks`, which calls this; docs/parallelism.md has the table.
 """
 
 import math
-from typing import TYPE_CHECKING
 
-from recipes.config_types import InvalidSetting, toml
-from recipes.value_checks import get
-
-if TYPE_CHECKING:
-    from recipes.config import StripedJobConfig
+from recipes.config.schema import StripedJobConfig
+from recipes.config.types import InvalidSetting, toml
+from recipes.config.values import get
 
 _ONE_STAGE_A_RANK = ("GPipe", "1F1B")
 _ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
@@ -19,7 +16,7 @@ _SCHEDULE = "parallelism.pipeline_parallel_schedule"
 _FLOAT8 = "quantize.linear.float8"
 
 
-def check_combinations(config: "StripedJobConfig") -> None:
+def check_combinations(config: StripedJobConfig) -> None:
     """Check what the configuration says by itself."""
     if config.parallelism.pipeline_parallel_degree > 1:
         _check_microbatches(config)
@@ -29,7 +26,7 @@ def check_combinations(config: "StripedJobConfig") -> None:
     _check_determinism(config)
 
 
-def check_combinations_at_launch(config: "StripedJobConfig", shard: int) -> None:
+def check_combinations_at_launch(config: StripedJobConfig, shard: int) -> None:
     """Check what depends on the number of ranks, on the model, and on the device of this host.
 
     Args:
@@ -42,7 +39,7 @@ def check_combinations_at_launch(config: "StripedJobConfig", shard: int) -> None
     _check_device(config)
 
 
-def _check_microbatches(config: "StripedJobConfig") -> None:
+def _check_microbatches(config: StripedJobConfig) -> None:
     parallelism = config.parallelism
     pp, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
     key = "parallelism.pipeline_parallel_microbatch_size"
@@ -63,7 +60,7 @@ def _check_microbatches(config: "StripedJobConfig") -> None:
         raise InvalidSetting(_SCHEDULE, schedule, why, f"a number of microbatches: {allowed}")
 
 
-def _check_validation_of_pipeline(config: "StripedJobConfig") -> None:
+def _check_validation_of_pipeline(config: StripedJobConfig) -> None:
     validation = config.validation
     if not validation.enable:
         return
@@ -81,7 +78,7 @@ def _check_validation_of_pipeline(config: "StripedJobConfig") -> None:
         raise InvalidSetting(_SCHEDULE, schedule, why, allowed)
 
 
-def _check_zero_bubble(config: "StripedJobConfig") -> None:
+def _check_zero_bubble(config: StripedJobConfig) -> None:
     """These schedules go backward through a stage twice: for its input, then for its weights."""
     schedule = config.parallelism.pipeline_parallel_schedule
     if schedule not in _ZERO_BUBBLE:
@@ -100,7 +97,7 @@ def _check_zero_bubble(config: "StripedJobConfig") -> None:
         raise InvalidSetting(_SCHEDULE, schedule, why, "compile.enable = false, or another")
 
 
-def _check_stages(config: "StripedJobConfig") -> None:
+def _check_stages(config: StripedJobConfig) -> None:
     """Check that every stage gets a part of the model, as torchtitan 0.2.2 deals it out."""
     # Imported late: torchtitan's models take long to import, and the planner needs none of them.
     from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
@@ -134,7 +131,7 @@ def _check_stages(config: "StripedJobConfig") -> None:
         raise InvalidSetting(key, pp, why, allowed) from None
 
 
-def _check_stage_count(config: "StripedJobConfig", key: str, stages: int) -> None:
+def _check_stage_count(config: StripedJobConfig, key: str, stages: int) -> None:
     parallelism = config.parallelism
     pp, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
     wanted = "1 stage" if schedule in _ONE_STAGE_A_RANK else "2 stages or more"
@@ -145,7 +142,7 @@ def _check_stage_count(config: "StripedJobConfig", key: str, stages: int) -> Non
         raise InvalidSetting(key, get(config, key), why, "unset for torchtitan's choice")
 
 
-def _check_parts(config: "StripedJobConfig", parts: list[list[str]], layers: int) -> None:
+def _check_parts(config: StripedJobConfig, parts: list[list[str]], layers: int) -> None:
     """Check that every module has its stage: torchtitan 0.2.2 trains without those it misses."""
     key = "parallelism.module_fqns_per_model_part"
     modules = ["tok_embeddings", *(f"layers.{i}" for i in range(layers)), "norm", "output"]
@@ -158,7 +155,7 @@ def _check_parts(config: "StripedJobConfig", parts: list[list[str]], layers: int
     _check_stage_count(config, key, len(parts))
 
 
-def _check_without_fsdp(config: "StripedJobConfig") -> None:
+def _check_without_fsdp(config: StripedJobConfig) -> None:
     """Check what only FSDP does, which shards over data-parallel and context-parallel ranks."""
     training, parallelism = config.training, config.parallelism
     allowed = "data_parallel_shard_degree or context_parallel_degree above 1"
@@ -179,7 +176,7 @@ def _check_without_fsdp(config: "StripedJobConfig") -> None:
             raise InvalidSetting("training.mixed_precision_param", precision, why, allowed)
 
 
-def _check_float8(config: "StripedJobConfig") -> None:
+def _check_float8(config: StripedJobConfig) -> None:
     converters = config.model.converters
     if len(converters) > 1:
         why = "a layer is converted once"
@@ -200,7 +197,7 @@ def _check_float8(config: "StripedJobConfig") -> None:
         raise InvalidSetting(f"{_FLOAT8}.emulate", True, why, "false, or compile.enable = false")
 
 
-def _check_determinism(config: "StripedJobConfig") -> None:
+def _check_determinism(config: StripedJobConfig) -> None:
     debug, kernel = config.debug, config.striped_cp.kernel
     if kernel == "cudnn" and debug.deterministic and not debug.deterministic_warn_only:
         why = "its backward pass is not deterministic, debug.deterministic is true"
@@ -208,7 +205,7 @@ def _check_determinism(config: "StripedJobConfig") -> None:
         raise InvalidSetting("striped_cp.kernel", kernel, why, allowed)
 
 
-def _check_device(config: "StripedJobConfig") -> None:
+def _check_device(config: StripedJobConfig) -> None:
     """Check that the device of this host has the arithmetic of the converters."""
     if not config.model.converters:
         return
@@ -225,5 +222,5 @@ def _check_device(config: "StripedJobConfig") -> None:
         raise InvalidSetting("model.converters", config.model.converters, why, "none")
 
 
-def _compiled(config: "StripedJobConfig") -> bool:
+def _compiled(config: StripedJobConfig) -> bool:
     return config.compile.enable and "model" in config.compile.components

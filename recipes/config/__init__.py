@@ -1,0 +1,1 @@
+"""The settings of a run: their schema, how they are read, and what is refused."""
