@@ -126,7 +126,7 @@ def test_a_bad_document_stops_or_is_left_out_and_counted(tmp_path):
 
 def test_an_input_that_is_not_there_is_named(tmp_path):
     done = prepare("none.txt", "--output", tmp_path / "out", cwd=tmp_path)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr.startswith("error: none.txt: no such file; allowed: .txt")
 
 

@@ -101,7 +101,7 @@ def test_any_step_converts_bitwise(tied: tuple[Path, Path], tmp_path: Path) -> N
     assert_same_logits(out, source)
 
     for args, message in (
-        ((RECIPE, step, out), f"{out}: not empty"),
+        ((RECIPE, step, out), f"{out}: not an empty folder"),
         ((RECIPE, dump, tmp_path / "new"), f"{dump}: no checkpoint of torch's format"),
         ((RECIPE, step, tmp_path / "new", "--model.flavor", "1B"), "is model.flavor the run's?"),
     ):

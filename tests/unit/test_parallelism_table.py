@@ -3,7 +3,12 @@
 import re
 from pathlib import Path
 
-from tests.distributed import test_checkpoints, test_parallelism, test_training_options
+from tests.distributed import (
+    test_checkpoints,
+    test_parallelism,
+    test_resume,
+    test_training_options,
+)
 
 PAGE = Path(__file__).parents[2] / "docs/parallelism.md"
 
@@ -26,4 +31,4 @@ def test_named_tests_exist() -> None:
     names = set(re.findall(r"`(test_\w+)`", PAGE.read_text()))
     assert names
     for name in names:
-        assert any(hasattr(m, name) for m in (test_checkpoints, test_training_options)), name
+        assert any(hasattr(m, name) for m in (test_checkpoints, test_resume, test_training_options)), name
