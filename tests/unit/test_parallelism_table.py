@@ -31,4 +31,6 @@ def test_named_tests_exist() -> None:
     names = set(re.findall(r"`(test_\w+)`", PAGE.read_text()))
     assert names
     for name in names:
-        assert any(hasattr(m, name) for m in (test_checkpoints, test_resume, test_training_options)), name
+        assert any(
+            hasattr(m, name) for m in (test_checkpoints, test_resume, test_training_options)
+        ), name
