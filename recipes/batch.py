@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.distributed import ParallelDims
 
 from recipes.config.layout import layout_of
-from recipes.config.schema import StripedJobConfig
+from recipes.config.schema import StripedJobConfig, compiles_model
 from recipes.llama3.args import FLAVORS
 from striped_cp import Documents, Layout, shard_sequence
 
@@ -53,8 +53,7 @@ class BatchSharder:
         self.reset_positions = job_config.documents.reset_positions
         self.cp_mesh: DeviceMesh | None = parallel_dims.get_optional_mesh("cp")
         self.pp_enabled = parallel_dims.pp_enabled
-        compile_ = job_config.compile
-        self.compiled = compile_.enable and "model" in compile_.components
+        self.compiled = compiles_model(job_config)
         self.flavor = job_config.model.flavor
 
     def shard(self, input_dict: Mapping[str, torch.Tensor], labels: torch.Tensor) -> Microbatch:

@@ -80,13 +80,24 @@ def under_way(config: StripedJobConfig) -> bool:
     A folder without a finished one is what is left of a run that died in its first save.
     """
     folder = Path(config.job.dump_folder, config.checkpoint.folder)
-    exported = any(folder.glob("*/model.safetensors.index.json"))
-    return exported or bool(finished_steps(folder)) or config.checkpoint.load_step != -1
+    saved = finished_steps(folder) | exported_steps(folder)
+    return bool(saved) or config.checkpoint.load_step != -1
 
 
 def finished_steps(folder: Path) -> set[int]:
     """Steps of the checkpoints in `folder` that were written to their end."""
-    names = (re.fullmatch(r"step-(\d+)", file.parent.name) for file in folder.glob(f"*/{METADATA}"))
+    return _steps_with(METADATA, folder)
+
+
+def exported_steps(folder: Path) -> set[int]:
+    """Steps that lie in `folder` as an export to Hugging Face alone, with nothing to go on from."""
+    return _steps_with("model.safetensors.index.json", folder) - finished_steps(folder)
+
+
+def _steps_with(file_name: str, folder: Path) -> set[int]:
+    names = (
+        re.fullmatch(r"step-(\d+)", file.parent.name) for file in folder.glob(f"*/{file_name}")
+    )
     return {int(name[1]) for name in names if name}
 
 

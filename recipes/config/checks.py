@@ -10,7 +10,7 @@ from recipes.config.combinations import check_combinations, check_combinations_a
 from recipes.config.host import check_host
 from recipes.config.layout import seq_len_divisor
 from recipes.config.memory import check_host_memory, check_memory
-from recipes.config.schema import StripedJobConfig
+from recipes.config.schema import StripedJobConfig, compiles_model
 from recipes.config.types import InvalidSetting, toml
 from recipes.config.values import check_values
 
@@ -32,7 +32,7 @@ def _check_activation_checkpoint(config: StripedJobConfig) -> None:
     if option != "op" and not (option.isdecimal() and option.isascii() and int(option) >= 1):
         key = "activation_checkpoint.selective_ac_option"
         raise InvalidSetting(key, option, "unknown value", '"op", or every how many blocks: "2"')
-    compiled = config.compile.enable and "model" in config.compile.components
+    compiled = compiles_model(config)
     if settings.mode == "memory_budget" and not compiled:
         allowed = '"none", "full", "selective", or compile.enable = true with component "model"'
         key = "activation_checkpoint.mode"
@@ -87,7 +87,7 @@ def _check_tools(config: StripedJobConfig) -> None:
         why = "shorter than profiler_warmup + profiler_active"
         key = "profiling.profile_freq"
         raise InvalidSetting(key, profiling.profile_freq, why, f"at least {cycle}")
-    compiled = config.compile.enable and "model" in config.compile.components
+    compiled = compiles_model(config)
     if config.parallelism.enable_async_tensor_parallel and not (
         compiled and config.parallelism.tensor_parallel_degree > 1
     ):

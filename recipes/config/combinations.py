@@ -6,7 +6,7 @@ What cannot work together is refused with a line that names both settings. Every
 
 import math
 
-from recipes.config.schema import StripedJobConfig
+from recipes.config.schema import StripedJobConfig, compiles_model
 from recipes.config.types import InvalidSetting, toml
 from recipes.config.values import get
 
@@ -92,7 +92,7 @@ def _check_zero_bubble(config: StripedJobConfig) -> None:
             why = f"what {key} = {toml(value)} drops would be computed twice"
             allowed = f"{key} = {toml(off)}, or another schedule"
             raise InvalidSetting(_SCHEDULE, schedule, why, allowed)
-    if _compiled(config):
+    if compiles_model(config):
         why = 'compile.components = ["model"] makes one backward pass of the two'
         raise InvalidSetting(_SCHEDULE, schedule, why, "compile.enable = false, or another")
 
@@ -192,7 +192,7 @@ def _check_float8(config: StripedJobConfig) -> None:
         key = f"{_FLOAT8}.precompute_float8_dynamic_scale_for_fsdp"
         allowed = "false, or enable_fsdp_float8_all_gather = true"
         raise InvalidSetting(key, True, "enable_fsdp_float8_all_gather is false", allowed)
-    if float8.emulate and _compiled(config):
+    if float8.emulate and compiles_model(config):
         why = 'torchao emulates in eager mode, compile.components has "model"'
         raise InvalidSetting(f"{_FLOAT8}.emulate", True, why, "false, or compile.enable = false")
 
@@ -220,7 +220,3 @@ def _check_device(config: StripedJobConfig) -> None:
     if "quantize.linear.mx" in config.model.converters and not has_cuda_capability(10, 0):
         why = "MXFP8 needs a GPU of compute capability 10.0"
         raise InvalidSetting("model.converters", config.model.converters, why, "none")
-
-
-def _compiled(config: StripedJobConfig) -> bool:
-    return config.compile.enable and "model" in config.compile.components

@@ -5,7 +5,7 @@ Raises `InvalidSetting` like `recipes.config.checks`, which calls this.
 
 import os
 
-from recipes.config.schema import StripedJobConfig
+from recipes.config.schema import StripedJobConfig, compiles_model
 from recipes.config.types import InvalidSetting
 from recipes.planner.memory import GIB, in_flight_microbatches, pinned_bytes
 from recipes.planner.run import Levers, Run
@@ -21,7 +21,7 @@ def check_memory(config: StripedJobConfig) -> None:
     if by_operator:
         mode += ' with selective_ac_option = "op"'
     whole_blocks = settings.mode in ("full", "selective") and not by_operator
-    compiled = config.compile.enable and "model" in config.compile.components
+    compiled = compiles_model(config)
     memory = config.memory
 
     if settings.debug and whole_blocks and not memory.recompute_attention:

@@ -200,3 +200,8 @@ class StripedJobConfig(titan.JobConfig):
     rope: Rope = field(default_factory=Rope)
     memory: Memory = field(default_factory=Memory)
     evaluation: Evaluation = field(default_factory=Evaluation)
+
+
+def compiles_model(config: titan.JobConfig) -> bool:
+    """Whether torch.compile compiles the blocks of the model."""
+    return config.compile.enable and "model" in config.compile.components

@@ -16,7 +16,7 @@ from torchtitan.tools.logging import logger
 from recipes import cpu_host
 from recipes.activation_checkpoint import apply_activation_checkpointing
 from recipes.config.layout import layout_of
-from recipes.config.schema import StripedJobConfig
+from recipes.config.schema import StripedJobConfig, compiles_model
 from recipes.llama3.model import Transformer
 from recipes.llama3.tensor_parallel import apply_tensor_parallel
 from recipes.loss import LossHead
@@ -31,7 +31,7 @@ def parallelize_llama(
     torchtitan's `parallelize_llama` (0.2.2) with `StripedContextParallel` in the place of torch's
     ring of head-tail chunks.
     """
-    compiled = job_config.compile.enable and "model" in job_config.compile.components
+    compiled = compiles_model(job_config)
     if parallel_dims.tp_enabled:
         tp_mesh = parallel_dims.get_mesh("tp")
         loss_parallel = not job_config.parallelism.disable_loss_parallel

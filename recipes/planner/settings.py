@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from recipes.config.schema import StripedJobConfig
+from recipes.config.schema import StripedJobConfig, compiles_model
 from recipes.planner.hardware import Gpu
 from recipes.planner.run import Levers, Run, check, with_degrees
 from recipes.planner.shapes import SHAPES
@@ -47,7 +47,7 @@ def run_from_config(
             block_size=config.striped_cp.block_size,
             parameter_bytes=_DTYPE_BYTES[training.dtype],
             float8="quantize.linear.float8" in config.model.converters,
-            compiled=config.compile.enable and "model" in config.compile.components,
+            compiled=compiles_model(config),
             async_tp=parallelism.enable_async_tensor_parallel,
             loss_parallel=not parallelism.disable_loss_parallel,
             reshard_after_forward=parallelism.fsdp_reshard_after_forward,

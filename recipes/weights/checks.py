@@ -5,12 +5,12 @@ from typing import Any
 
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
-from recipes.checkpoint_files import finished_steps, under_way
+from recipes.checkpoint_files import exported_steps, finished_steps, under_way
 from recipes.config.schema import StripedJobConfig
 from recipes.config.types import InvalidSetting
 from recipes.llama3.args import FLAVORS
 from recipes.weights.adapter import hf_shapes
-from recipes.weights.folder import INDEX, check_folder, read_json
+from recipes.weights.folder import check_folder, read_json
 from recipes.weights.model_config import mismatch
 from recipes.weights.rope_config import FIELDS, max_positions, read_rope
 
@@ -107,12 +107,7 @@ def _check_resume(config: StripedJobConfig) -> None:
     folder = Path(config.job.dump_folder, checkpoint.folder)
     if not checkpoint.enable or not folder.is_dir():
         return
-    native = finished_steps(folder)
-    exported = {
-        int(path.parent.name.removeprefix("step-"))
-        for path in folder.glob(f"step-*/{INDEX}")
-        if path.parent.name.removeprefix("step-").isdigit()
-    } - native
+    native, exported = finished_steps(folder), exported_steps(folder)
     step = checkpoint.load_step
     if step == -1:
         step = max(native | exported, default=-1)
