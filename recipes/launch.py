@@ -9,10 +9,10 @@ import torch
 from torch.distributed.checkpoint import CheckpointException
 from torchtitan.tools.logging import logger
 
-from recipes import faults
 from recipes.config.load import load_config
 from recipes.config.schema import StripedJobConfig
-from recipes.console import init_console
+from recipes.process import faults
+from recipes.process.console import init_console
 
 
 def main(args: Sequence[str]) -> None:
@@ -33,7 +33,7 @@ def main(args: Sequence[str]) -> None:
         refuse(str(error), rank)
     init_console(config, rank, world_size)
     # After the settings: these imports take seconds.
-    from recipes import preemption
+    from recipes.process import preemption
 
     preemption.listen()
     try:
@@ -47,9 +47,9 @@ def main(args: Sequence[str]) -> None:
 
 
 def _train(config: StripedJobConfig) -> None:
-    from recipes.checkpoint_files import load_without_code
-    from recipes.llama3 import train_spec
-    from recipes.trainer import StripedTrainer
+    from recipes.checkpoint.files import load_without_code
+    from recipes.train import spec as train_spec
+    from recipes.train.trainer import StripedTrainer
 
     train_spec.register()
     load_without_code()

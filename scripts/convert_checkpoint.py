@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
     # After the arguments: these imports take seconds.
     import recipes  # noqa: F401  (before torchtitan: it chooses the device)
     from recipes.config.load import load_config
-    from recipes.weights.checks import take_rope
+    from recipes.preflight.weights import take_rope
     from recipes.weights.export import convert_checkpoint
 
     try:

@@ -31,9 +31,9 @@ def main(argv: list[str]) -> None:
         be_alone()
     # After the arguments: these imports take seconds.
     from recipes.config.load import load_config
-    from recipes.console import init_console
-    from recipes.evaluation.checks import check_has_weights
     from recipes.launch import refuse
+    from recipes.preflight.evaluation import check_has_weights
+    from recipes.process.console import init_console
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
@@ -45,8 +45,8 @@ def main(argv: list[str]) -> None:
 
     import torch.distributed as dist
 
-    from recipes import faults
-    from recipes.evaluation.run import evaluate
+    from recipes.process import faults
+    from recipes.train.evaluate import evaluate
 
     try:
         evaluate(config)

@@ -110,7 +110,7 @@ def report(args: argparse.Namespace, overrides: list[str]) -> tuple[str, bool]:
     except ValueError as error:
         raise ValueError(f"{args.config}: {error}") from None
     if args.layout:
-        from recipes.planner import layouts
+        from recipes.planner import balance as layouts
 
         rows = layouts.compare_layouts(run, gpu, network)
         table = layouts.layouts_table(rows)
@@ -130,7 +130,7 @@ def report(args: argparse.Namespace, overrides: list[str]) -> tuple[str, bool]:
             return json.dumps([text.plan_table(plan) for plan in plans]), True
         return text.search_text(plans), True
     if run.documents:
-        from recipes.planner.layouts import with_documents
+        from recipes.planner.balance import with_documents
 
         run = with_documents(run)
     plan = make_plan(run, gpu, network)

@@ -20,7 +20,7 @@ from recipes.data.files import find_files
 from recipes.data.prepare import Result, Settings, clear, prepare
 from recipes.data.records import SUFFIXES, BadDocument
 from recipes.data.shards import ShardFolder
-from recipes.data.summary import length_histogram, packing_efficiency
+from recipes.data.statistics import length_histogram, packing_efficiency
 
 _SHOWN_BAD = 20
 

@@ -1,7 +1,7 @@
 """How a run reads its settings: a TOML file, and what the command line puts over it.
 
 Both go through torchtitan's own parser, between the checks of `recipes.config.types` and
-`recipes.config.checks`. Nothing here touches a process group or a device: the planner reads its
+`recipes.preflight.checks`. Nothing here touches a process group or a device: the planner reads its
 TOML the same way as the trainer.
 """
 
@@ -16,9 +16,9 @@ from typing import Any
 
 from torchtitan.config import ConfigManager
 
-from recipes.config.checks import CannotRun, check_config, check_launch
 from recipes.config.schema import StripedJobConfig
 from recipes.config.types import InvalidSetting, check_options, check_table
+from recipes.preflight.checks import CannotRun, check_config, check_launch
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -70,7 +70,7 @@ class _Manager(ConfigManager):
     """torchtitan's parser (0.2.2) over a table that was read and checked before.
 
     Its own validation only warns about a missing tokenizer and about deprecated keys, which
-    `recipes.config.checks` refuses.
+    `recipes.preflight.checks` refuses.
     """
 
     def __init__(self, table: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Checks of each key by itself: ranges, names, and keys that would be ignored here.
 
-Raises `InvalidSetting` like `recipes.config.checks`, which calls this.
+Raises `InvalidSetting` like `recipes.preflight.checks`, which calls this.
 """
 
 import math

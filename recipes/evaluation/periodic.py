@@ -11,7 +11,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
 from recipes.config.schema import StripedJobConfig
-from recipes.evaluation import report
+from recipes.evaluation import results as report
 from recipes.evaluation.evaluator import Evaluator
 
 

@@ -12,9 +12,9 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.utils import device_type
 
-from recipes.batch import BatchSharder
-from recipes.config.layout import seq_len_divisor
 from recipes.config.schema import StripedJobConfig
+from recipes.data.batch import BatchSharder
+from recipes.parallel.ring import seq_len_divisor
 from striped_cp import unshard_sequence
 
 # Logits exist for this many tokens at a time: 0.5 GB in bfloat16 for Llama-3's vocabulary.

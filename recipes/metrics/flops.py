@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from recipes.llama3.args import TransformerModelArgs
+from recipes.models.llama3.args import TransformerModelArgs
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_type
 
 from recipes.config.schema import StripedJobConfig
-from recipes.llama3.args import TransformerModelArgs
 from recipes.metrics.charts import custom_scalars, twins
 from recipes.metrics.flops import Flops
 from recipes.metrics.interval import Interval
@@ -39,6 +38,7 @@ from recipes.metrics.ring_clock import (
     ring_times,
 )
 from recipes.metrics.summary import Summary, Work
+from recipes.models.llama3.args import TransformerModelArgs
 from recipes.planner.log import plan_line, plan_of_run, plan_scalars, timeout_warning
 from striped_cp import observe
 

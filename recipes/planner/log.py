@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from recipes.config.schema import StripedJobConfig
+from recipes.planner.footprint import GIB
 from recipes.planner.hardware import GPUS, find_network_gb_s, gpu_from_device_name
-from recipes.planner.memory import GIB
 from recipes.planner.plan import Plan, make_plan
 from recipes.planner.settings import run_from_config
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from recipes.planner.footprint import GIB, MemoryPlan, plan_memory
 from recipes.planner.hardware import Gpu
-from recipes.planner.memory import GIB, MemoryPlan, plan_memory
 from recipes.planner.run import Run
 from recipes.planner.step_time import TimePlan, plan_time
 

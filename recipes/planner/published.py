@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from recipes.models.shapes import SHAPES, ModelShape
+from recipes.planner.footprint import GIB, plan_memory
 from recipes.planner.hardware import GPUS, find_network_gb_s
-from recipes.planner.memory import GIB, plan_memory
 from recipes.planner.run import Levers, Run, check
-from recipes.planner.shapes import SHAPES, ModelShape
 from recipes.planner.step_time import TimePlan, plan_time
 
 TITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"

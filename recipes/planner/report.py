@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from recipes.planner.memory import GIB
+from recipes.planner.footprint import GIB
 from recipes.planner.plan import Plan
 from recipes.planner.step_time import Hop
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
+from recipes.models.shapes import ModelShape, causal_pairs, document_pairs
 from recipes.planner.hardware import Gpu
-from recipes.planner.shapes import ModelShape, causal_pairs, document_pairs
 
 
 @dataclass(frozen=True)

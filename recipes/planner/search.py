@@ -88,7 +88,7 @@ def _meshes(run: Run, gpu: Gpu) -> Iterator[Run]:
 
 
 def _levers(run: Run) -> list[Levers]:
-    """Combinations of levers that training accepts (`recipes.config.memory`)."""
+    """Combinations of levers that training accepts (`recipes.preflight.levers`)."""
     given = run.levers
     # Chunks of the loss do not go with a Float8 output projection or with whole vocabularies.
     chunkable = given.loss_chunk_tokens or (run.loss_parallel and not run.float8)

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from recipes.config.schema import StripedJobConfig, compiles_model
+from recipes.models.shapes import SHAPES
 from recipes.planner.hardware import Gpu
 from recipes.planner.run import Levers, Run, check, with_degrees
-from recipes.planner.shapes import SHAPES
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 # Stages per rank that torchtitan 0.2.2 makes when layers_per_stage is not set.

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from recipes.planner.footprint import LOSS_BYTES_PER_LOGIT, offloaded_bytes, rank_parameters
 from recipes.planner.hardware import Gpu, KernelRate
-from recipes.planner.memory import LOSS_BYTES_PER_LOGIT, offloaded_bytes, rank_parameters
 from recipes.planner.run import Run
 
 # Share of the best measured matrix product that the linear layers of a training step reach. Fitted

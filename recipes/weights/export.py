@@ -15,13 +15,18 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from tqdm import tqdm
 
-from recipes.checkpoint_files import read_metadata
+from recipes.checkpoint.files import read_metadata
 from recipes.config.schema import StripedJobConfig
-from recipes.llama3.args import FLAVORS, TransformerModelArgs
-from recipes.weights.adapter import StateDictAdapter, file_numbers, hf_shapes, native_shapes
+from recipes.models.llama3.args import FLAVORS, TransformerModelArgs
+from recipes.models.llama3.model_config import model_fields
+from recipes.models.llama3.rope_config import FIELDS, max_positions, read_rope, write_rope
+from recipes.models.llama3.state_dict_adapter import (
+    StateDictAdapter,
+    file_numbers,
+    hf_shapes,
+    native_shapes,
+)
 from recipes.weights.folder import INDEX, read_json
-from recipes.weights.model_config import model_fields
-from recipes.weights.rope_config import FIELDS, max_positions, read_rope, write_rope
 
 _TOKENIZER_FILES = (
     *("tokenizer.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),

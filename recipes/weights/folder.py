@@ -6,7 +6,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from recipes.weights.adapter import EMBEDDING, HEAD
+from recipes.models.llama3.state_dict_adapter import EMBEDDING, HEAD
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

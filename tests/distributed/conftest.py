@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.distributed.launch import run_ranks
-from tests.distributed.training import Result, train_from_seed
+from tests.helpers.launch import run_ranks
+from tests.helpers.training import Result, train_from_seed
 
 
 @pytest.fixture(scope="session")

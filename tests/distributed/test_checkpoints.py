@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 from torch.distributed.checkpoint import FileSystemWriter
 
-from tests.distributed.launch import run_ranks
-from tests.distributed.training import ROWS, SEQ_LEN, Job, train
+from tests.helpers.launch import run_ranks
+from tests.helpers.training import ROWS, SEQ_LEN, Job, train
 
 CP = "--parallelism.context_parallel_degree"
 TP = "--parallelism.tensor_parallel_degree"

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.launch import run_ranks
-from tests.distributed.model_step import Step, compare_step, save_step
+from tests.helpers.launch import run_ranks
+from tests.helpers.model_step import Step, compare_step, save_step
 
 PLAIN = ["--memory.loss_chunk_tokens", "0", "--activation_checkpoint.mode", "none"]
 FULL = ["--activation_checkpoint.mode", "full"]

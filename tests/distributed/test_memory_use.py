@@ -6,11 +6,11 @@ The figures of docs/memory.md: python -m tests.distributed.test_memory_use
 import pytest
 import torch.distributed as dist
 
-from recipes import offload
-from tests.distributed.launch import run_ranks
-from tests.distributed.model_step import Step
+from recipes.memory import offload
 from tests.distributed.test_memory_levers import PLAIN
-from tests.live_bytes import LiveBytes
+from tests.helpers.launch import run_ranks
+from tests.helpers.live_bytes import LiveBytes
+from tests.helpers.model_step import Step
 
 FULL = ["--activation_checkpoint.mode", "full"]
 LOSS = ["--memory.loss_chunk_tokens", "512"]

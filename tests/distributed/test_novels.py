@@ -13,11 +13,11 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 from recipes.config.load import load_config
 from recipes.data import build_dataloader, packing_stats
-from recipes.llama3 import train_spec
-from recipes.llama3.args import FLAVORS
-from recipes.trainer import StripedTrainer
-from tests.distributed.launch import run_ranks
-from tests.documents import job
+from recipes.train import spec as train_spec
+from recipes.models.llama3.args import FLAVORS
+from recipes.train.trainer import StripedTrainer
+from tests.helpers.launch import run_ranks
+from tests.helpers.documents import job
 
 SEQ_LEN = 131072
 

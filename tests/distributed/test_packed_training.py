@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from recipes.config.load import load_config
-from recipes.llama3 import train_spec
-from recipes.trainer import StripedTrainer
-from tests.distributed.launch import run_ranks
+from recipes.train import spec as train_spec
+from recipes.train.trainer import StripedTrainer
+from tests.helpers.launch import run_ranks
 
 STEPS = 10
 

@@ -5,8 +5,8 @@ One seed checkpoint, float32, five steps of the same four sequences of packed do
 
 import pytest
 
-from tests.distributed.launch import run_ranks
-from tests.distributed.training import (
+from tests.helpers.launch import run_ranks
+from tests.helpers.training import (
     ROWS,
     SEQ_LEN,
     STEPS,

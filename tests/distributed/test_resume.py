@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from recipes.config.load import load_config
-from recipes.llama3 import train_spec
-from recipes.trainer import StripedTrainer
-from tests.distributed.launch import run_ranks
-from tests.documents import fingerprint, number_documents, write_jsonl
+from recipes.train import spec as train_spec
+from recipes.train.trainer import StripedTrainer
+from tests.helpers.launch import run_ranks
+from tests.helpers.documents import fingerprint, number_documents, write_jsonl
 
 STEPS = 6
 
@@ -114,7 +114,7 @@ def train_and_tell(*args):
         step()
 
     trainer.optimizers.step = keep_rate
-    with mock.patch("time.sleep"), mock.patch("recipes.resume.logger.info") as told:
+    with mock.patch("time.sleep"), mock.patch("recipes.checkpoint.resume.logger.info") as told:
         trainer.train()
     trainer.close()
     (group,) = next(iter(trainer.optimizers)).param_groups

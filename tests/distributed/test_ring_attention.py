@@ -24,9 +24,9 @@ from striped_cp import (
     unshard_sequence,
 )
 from striped_cp.process_group import all_gather_single
-from tests.distributed.launch import run_ranks
-from tests.loopback import random_inputs
-from tests.reference import check_close, reference_gradients
+from tests.helpers.launch import run_ranks
+from tests.helpers.loopback import random_inputs
+from tests.helpers.reference import check_close, reference_gradients
 
 LAYOUTS = [Striped(), Striped(4), HeadTail(), Contiguous()]
 NAMES = ("out", "dq", "dk", "dv")

@@ -14,12 +14,12 @@ from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.placement_types import Shard
 from torchtitan.distributed import ParallelDims
 
-from recipes.ring_group import give_ring_its_group
+from recipes.parallel.ring_group import give_ring_its_group
 from striped_cp import ops, ring_attention, shard_sequence, unshard_sequence
 from striped_cp.kernels import KERNELS
-from tests.distributed.launch import run_ranks
-from tests.loopback import random_inputs
-from tests.reference import check_close, reference_attention
+from tests.helpers.launch import run_ranks
+from tests.helpers.loopback import random_inputs
+from tests.helpers.reference import check_close, reference_attention
 
 
 def groups_of_training(degrees: dict[str, int]) -> tuple[str, str, str]:

@@ -7,8 +7,8 @@ for their gradients, which end up at home.
 import pytest
 import torch.distributed as dist
 
-from tests.distributed.launch import run_ranks
-from tests.distributed.model_step import Step
+from tests.helpers.launch import run_ranks
+from tests.helpers.model_step import Step
 
 LAYERS = 4
 MODE = "--activation_checkpoint.mode"

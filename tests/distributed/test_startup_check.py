@@ -12,10 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from recipes import faults, startup_check
-from recipes.startup_check import Link, check_ring, report, slow_links
+from recipes.process import faults
+from recipes.parallel import startup_check
+from recipes.parallel.startup_check import Link, check_ring, report, slow_links
 from striped_cp.process_group import ProcessGroupRing
-from tests.distributed.launch import run_ranks
+from tests.helpers.launch import run_ranks
 
 CPU = torch.device("cpu")
 DELAY = 0.05

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from recipes.config.load import load_config
-from recipes.llama3 import train_spec
-from recipes.trainer import StripedTrainer
-from tests.distributed.launch import run_ranks
+from recipes.train import spec as train_spec
+from recipes.train.trainer import StripedTrainer
+from tests.helpers.launch import run_ranks
 
 SEQ_LEN = 48
 IGNORE = -100

@@ -4,10 +4,10 @@ from unittest import mock
 
 import pytest
 
-from recipes.llama3.model import Attention
-from tests.distributed.launch import run_ranks
-from tests.distributed.model_step import Step
-from tests.distributed.training import Job, Result, common, gradients, train
+from recipes.models.llama3.model import Attention
+from tests.helpers.launch import run_ranks
+from tests.helpers.model_step import Step
+from tests.helpers.training import Job, Result, common, gradients, train
 
 CP = "--parallelism.context_parallel_degree"
 TP = "--parallelism.tensor_parallel_degree"

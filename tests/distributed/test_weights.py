@@ -7,12 +7,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torchtitan.components.checkpoint import ModelWrapper
 
-from recipes.batch import BatchSharder
-from recipes.weights.adapter import StateDictAdapter
+from recipes.data.batch import BatchSharder
+from recipes.models.llama3.state_dict_adapter import StateDictAdapter
 from striped_cp import unshard_sequence
-from tests.distributed.launch import run_ranks
-from tests.distributed.model_step import Step
-from tests.hf_models import ROPE, load_model, make_model, save_model
+from tests.helpers.hf_models import ROPE, load_model, make_model, save_model
+from tests.helpers.launch import run_ranks
+from tests.helpers.model_step import Step
 
 SEQ_LEN = 96
 TOLERANCE = 1e-4

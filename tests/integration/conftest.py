@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.runs import TINY, Run, torchrun, train
+from tests.helpers.runs import TINY, Run, torchrun, train
 
 STEPS = 10
 

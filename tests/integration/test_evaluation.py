@@ -15,8 +15,8 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 from recipes.evaluation.haystack import Encoder
 from recipes.evaluation.tasks import copy_words
-from tests.hf_models import make_model, save_model
-from tests.integration.runs import RECIPE, ROOT, TINY, train
+from tests.helpers.hf_models import make_model, save_model
+from tests.helpers.runs import RECIPE, ROOT, TINY, train
 
 SMALL = (
     *("--evaluation.lengths", "300", "330", "--evaluation.depths", "0", "1"),

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from recipes.checkpoint_files import finished_steps
-from tests.integration.faults import Disturbed
-from tests.integration.runs import ROOT, TINY, torchrun
+from recipes.checkpoint.files import finished_steps
+from tests.helpers.faults import Disturbed
+from tests.helpers.runs import ROOT, TINY, torchrun
 
 
 def endless(folder: Path, *settings: str) -> Disturbed:

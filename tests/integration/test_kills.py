@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from recipes.checkpoint_files import METADATA, finished_steps, read_whole
-from tests.integration.faults import Disturbed
-from tests.integration.runs import TINY
+from recipes.checkpoint.files import METADATA, finished_steps, read_whole
+from tests.helpers.faults import Disturbed
+from tests.helpers.runs import TINY
 
 
 def start(ranks: int, folder: Path, steps: int, restarts: int) -> Disturbed:

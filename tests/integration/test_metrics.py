@@ -11,9 +11,9 @@ from tensorboard.plugins.custom_scalar import layout_pb2, metadata
 
 from recipes.config.load import load_config
 from recipes.data import build_dataloader
-from recipes.llama3.train_spec import build_hf_tokenizer
+from recipes.train.spec import build_hf_tokenizer
+from tests.helpers.runs import RECIPE, ROOT, Run, train
 from tests.integration.conftest import STEPS
-from tests.integration.runs import RECIPE, ROOT, Run, train
 
 LOSS = "loss_metrics/global_avg_loss"
 TOKENS = "n_tokens_seen"

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.runs import Run, train
 from tests.integration.conftest import STEPS
-from tests.integration.runs import Run, train
 
 LOSS, LARGEST = "loss_metrics/global_avg_loss", "loss_metrics/global_max_loss"
 VALIDATION = "validation_metrics/loss"

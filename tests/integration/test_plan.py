@@ -5,15 +5,14 @@ import re
 import resource
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from recipes.config.load import load_config
 from recipes.planner.hardware import GPUS
 from recipes.planner.log import plan_line, plan_of_run
+from tests import ROOT
 
-ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(ROOT.glob("train_configs/llama3_*.toml"))
 EIGHT_GPUS = ROOT / "train_configs" / "llama3_8b_1m.toml"
 # Two documents, 3 : 1, of 131,072 tokens.

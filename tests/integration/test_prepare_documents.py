@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,8 +18,8 @@ from recipes.data.prepare import Settings, clear
 from recipes.data.prepare import prepare as prepare_folder
 from recipes.data.records import BadDocument
 from recipes.data.shards import ShardFolder, write_json
+from tests import ROOT
 
-ROOT = Path(__file__).parents[2]
 TOKENIZER = ROOT / "assets" / "tokenizer"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.runs import RECIPE, ROOT, torchrun
+from tests.helpers.runs import RECIPE, ROOT, torchrun
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.faults import Disturbed
-from tests.integration.runs import TINY
+from tests.helpers.faults import Disturbed
+from tests.helpers.runs import TINY
 
 DELAY = "0.01"
 STEPS = 3
@@ -59,7 +59,7 @@ def start(where: tuple, folder: Path, delay: str) -> Disturbed:
             *("--rdzv-conf", f"is_host={local_address == '10.77.0.1'}"),
         ),
         wrapper=wrapper,
-        script="tests/integration/delayed_train.py",
+        script="tests/helpers/delayed_train.py",
         DELAY_RANK="1",
         DELAY_SECONDS=delay,
         **environment,

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 
 from recipes.config.load import load_config
 from recipes.weights.export import hf_config
-from tests.hf_models import ROPE, load_model, make_model, save_model
-from tests.integration.runs import RECIPE, ROOT, TINY, train
+from tests.helpers.hf_models import ROPE, load_model, make_model, save_model
+from tests.helpers.runs import RECIPE, ROOT, TINY, train
 
 # Weights that do not move: what comes out is what went in.
 FROZEN = ("--optimizer.lr", "0", "--training.steps", "2", "--optimizer.weight_decay", "0")

@@ -1,0 +1,242 @@
+"""The checkpoint that a run is about to load: which folder, is it whole, does it fit the model.
+
+torch's format (DCP) is a folder of `*.distcp` data files and a file `.metadata`, which is written
+last: a folder without it is a save that did not finish. Only `.metadata` is read here.
+"""
+
+import io
+import pickle
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+from recipes.config.schema import StripedJobConfig
+from recipes.config.types import InvalidSetting
+
+METADATA = ".metadata"
+# All that a checkpoint's `.metadata` names. torch reads it with plain pickle, which runs whatever
+# a file names: a folder from elsewhere is read with this list first.
+_KNOWN = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},
+}
+
+
+class ToLoad(NamedTuple):
+    """A checkpoint that a run starts from; weights_only: without optimizer, data and step."""
+
+    folder: Path
+    weights_only: bool
+
+
+def checkpoint_to_load(config: StripedJobConfig) -> ToLoad | None:
+    """What torchtitan 0.2.2's CheckpointManager.load will read; None: nothing of torch's format.
+
+    Raises:
+        InvalidSetting: checkpoint.load_step names a checkpoint that is not there.
+    """
+    checkpoint = config.checkpoint
+    if not checkpoint.enable:
+        return None
+    folder = Path(config.job.dump_folder, checkpoint.folder)
+    if not under_way(config):
+        path = checkpoint.initial_load_path
+        if not path or checkpoint.initial_load_in_hf:
+            return None
+        return ToLoad(Path(path), checkpoint.initial_load_model_only)
+    step = checkpoint.load_step
+    whole = finished_steps(folder)
+    if step == -1:
+        step = max(whole, default=-1)
+    elif step not in whole:
+        allowed = f"-1 for the latest, or one of {sorted(whole)}" if whole else "-1"
+        why = f"no finished checkpoint {folder / f'step-{step}'}"
+        raise InvalidSetting("checkpoint.load_step", step, why, allowed)
+    return None if step == -1 else ToLoad(folder / f"step-{step}", step == 0)
+
+
+def under_way(config: StripedJobConfig) -> bool:
+    """Whether the run goes on from a checkpoint of its own.
+
+    A folder without a finished one is what is left of a run that died in its first save.
+    """
+    folder = Path(config.job.dump_folder, config.checkpoint.folder)
+    saved = finished_steps(folder) | exported_steps(folder)
+    return bool(saved) or config.checkpoint.load_step != -1
+
+
+def finished_steps(folder: Path) -> set[int]:
+    """Steps of the checkpoints in `folder` that were written to their end."""
+    return _steps_with(METADATA, folder)
+
+
+def exported_steps(folder: Path) -> set[int]:
+    """Steps that lie in `folder` as an export to Hugging Face alone, with nothing to go on from."""
+    return _steps_with("model.safetensors.index.json", folder) - finished_steps(folder)
+
+
+def _steps_with(file_name: str, folder: Path) -> set[int]:
+    names = (
+        re.fullmatch(r"step-(\d+)", file.parent.name) for file in folder.glob(f"*/{file_name}")
+    )
+    return {int(name[1]) for name in names if name}
+
+
+def check_checkpoint_files(config: StripedJobConfig) -> None:
+    """Check the checkpoint that the run is about to load.
+
+    Raises:
+        ValueError: it is damaged, no checkpoint at all, or of another model.
+    """
+    _check_initial(config)
+    found = checkpoint_to_load(config)
+    if found is None:
+        return
+    metadata = read_whole(found.folder)
+    _check_shapes(found.folder, metadata, config)
+    goes_on = not found.weights_only and "train_state" not in config.checkpoint.exclude_from_loading
+    if goes_on and "train_state.step" not in metadata.state_dict_metadata:
+        raise ValueError(
+            f"{found.folder}: holds weights only, and nothing to go on from (last_save_model_only "
+            "was true); start from it with checkpoint.initial_load_path and another dump_folder"
+        )
+
+
+def _check_initial(config: StripedJobConfig) -> None:
+    """torchtitan 0.2.2 loads what a run starts from only where there is no checkpoint folder.
+
+    Training removes one without a finished checkpoint (`recipes.checkpoint.saving`), unless it saves nothing.
+    """
+    checkpoint = config.checkpoint
+    starts = checkpoint.enable and (checkpoint.initial_load_path or checkpoint.initial_load_in_hf)
+    folder = Path(config.job.dump_folder, checkpoint.folder)
+    if starts and checkpoint.load_only and folder.exists() and not under_way(config):
+        raise ValueError(
+            f"{folder}: holds no finished checkpoint, but hides the weights to start from; remove "
+            "it, or name another checkpoint.folder (scripts/evaluate.py: --initial)"
+        )
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """`.metadata` of a checkpoint, read without running what it names.
+
+    Raises:
+        ValueError: there is none, it cannot be read, or it names what no checkpoint has.
+    """
+    path = folder / METADATA
+    if not path.is_file():
+        raise ValueError(
+            f"{folder}: no checkpoint of torch's format, or one whose save did not finish "
+            f"({METADATA} is missing)"
+        )
+    try:
+        with open(path, "rb") as file:
+            metadata = _Unpickler(file).load()
+    except _UnknownName as error:
+        raise ValueError(f"{path}: names {error}, which no checkpoint does; not loaded") from None
+    except Exception:  # whatever damaged bytes lead to
+        metadata = None
+    if not isinstance(metadata, Metadata) or metadata.storage_data is None:
+        raise ValueError(f"{path}: damaged; copy the checkpoint anew or remove {folder}")
+    return metadata
+
+
+def load_without_code() -> None:
+    """From now on, whatever in a checkpoint is no tensor is loaded with `weights_only`.
+
+    torch's planner (2.13) unpickles these entries as they come: the step, the learning rate, the
+    place in the data.
+    """
+    DefaultLoadPlanner.load_bytes = _load_bytes_without_code  # type: ignore[method-assign, assignment]
+
+
+_load_bytes = DefaultLoadPlanner.load_bytes
+
+
+def _load_bytes_without_code(
+    planner: DefaultLoadPlanner, read_item: ReadItem, value: io.BytesIO
+) -> None:
+    name = read_item.storage_index.fqn
+    try:
+        # Empty bytes are pickled as a call of `bytes`.
+        with torch.serialization.safe_globals([bytes]):
+            torch.load(value, weights_only=True)
+    except pickle.UnpicklingError:
+        raise ValueError(f"checkpoint: {name} names code to run; not loaded") from None
+    value.seek(0)
+    _load_bytes(planner, read_item, value)
+
+
+class _UnknownName(Exception):
+    pass
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        allowed = name in _KNOWN.get(module, ())
+        if not allowed and module == "torch":
+            allowed = isinstance(getattr(torch, name, None), torch.dtype)
+        if not allowed:
+            raise _UnknownName(f"{module}.{name}")
+        return super().find_class(module, name)
+
+
+def read_whole(folder: Path) -> Metadata:
+    """`.metadata` of a checkpoint whose data files are all there.
+
+    Raises:
+        ValueError: as `read_metadata`, or a data file is missing or cut off.
+    """
+    metadata = read_metadata(folder)
+    ends: dict[str, int] = {}
+    for part in metadata.storage_data.values():
+        name = str(part.relative_path)
+        if Path(name).name != name:
+            raise ValueError(f"{folder / METADATA}: names {name}, outside of its folder")
+        ends[name] = max(ends.get(name, 0), part.offset + part.length)
+    for name, end in ends.items():
+        path = folder / name
+        size = path.stat().st_size if path.is_file() else -1
+        if size < end:
+            what = f"has {size} bytes of {end}" if size >= 0 else "is missing"
+            raise ValueError(f"{path}: {what}; copy the checkpoint anew or remove {folder}")
+    return metadata
+
+
+def _check_shapes(folder: Path, metadata: Metadata, config: StripedJobConfig) -> None:
+    # Imported late: the planner and other readers of settings need no model.
+    from recipes.models.llama3.args import FLAVORS
+    from recipes.models.llama3.model import Transformer
+
+    with torch.device("meta"):
+        model = Transformer(FLAVORS[config.model.flavor])
+    stored = metadata.state_dict_metadata
+    for name, parameter in model.named_parameters():
+        entry = stored.get(name)
+        if entry is None:
+            raise ValueError(f"{folder}: {name} is missing, a checkpoint of another model")
+        size = entry.size if isinstance(entry, TensorStorageMetadata) else None
+        if size != parameter.shape:
+            raise ValueError(
+                f"{folder}: {name} is {list(size or [])}, model.flavor = "
+                f'"{config.model.flavor}" has {list(parameter.shape)}'
+            )

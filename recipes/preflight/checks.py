@@ -1,0 +1,232 @@
+"""Checks of a configuration: what fits together.
+
+Every check raises `InvalidSetting`; `recipes.config.load` adds where the setting came from. They
+all run before a process group exists, on every rank alike.
+"""
+
+import os
+
+from recipes.config.schema import StripedJobConfig, compiles_model
+from recipes.config.types import InvalidSetting, toml
+from recipes.config.values import check_values
+from recipes.parallel.ring import seq_len_divisor
+from recipes.preflight.combinations import check_combinations, check_combinations_at_launch
+from recipes.preflight.host import check_host
+from recipes.preflight.levers import check_host_memory, check_memory
+
+
+def check_config(config: StripedJobConfig) -> None:
+    """Check everything that the configuration says by itself."""
+    check_values(config)
+    _check_activation_checkpoint(config)
+    _check_rope(config)
+    _check_sequence(config)
+    check_combinations(config)
+    _check_tools(config)
+    check_memory(config)
+
+
+def _check_activation_checkpoint(config: StripedJobConfig) -> None:
+    settings = config.activation_checkpoint
+    option = settings.selective_ac_option
+    if option != "op" and not (option.isdecimal() and option.isascii() and int(option) >= 1):
+        key = "activation_checkpoint.selective_ac_option"
+        raise InvalidSetting(key, option, "unknown value", '"op", or every how many blocks: "2"')
+    compiled = compiles_model(config)
+    if settings.mode == "memory_budget" and not compiled:
+        allowed = '"none", "full", "selective", or compile.enable = true with component "model"'
+        key = "activation_checkpoint.mode"
+        raise InvalidSetting(key, settings.mode, "needs a compiled model", allowed)
+
+
+def _check_rope(config: StripedJobConfig) -> None:
+    low, high = config.rope.low_freq_factor, config.rope.high_freq_factor
+    if low >= high:
+        allowed = f"below rope.high_freq_factor = {high}"
+        raise InvalidSetting("rope.low_freq_factor", low, "the two factors cross", allowed)
+
+
+def _check_sequence(config: StripedJobConfig) -> None:
+    block_size = config.striped_cp.block_size
+    balancer = config.parallelism.context_parallel_load_balancer
+    if block_size != 1 and balancer != "striped":
+        why = f"only stripes have a size, context_parallel_load_balancer is {toml(balancer)}"
+        raise InvalidSetting("striped_cp.block_size", block_size, why, "1")
+    seq_len = config.training.seq_len
+    _check_divides(config, "training.seq_len", seq_len)
+    if config.validation.enable and config.validation.seq_len != -1:
+        key, value = "validation.seq_len", config.validation.seq_len
+        if value > seq_len:
+            allowed = f"at most {seq_len}, or -1 for the same"
+            raise InvalidSetting(key, value, "longer than training.seq_len", allowed)
+        _check_divides(config, key, value)
+
+
+def _check_divides(config: StripedJobConfig, key: str, seq_len: int) -> None:
+    divisor = seq_len_divisor(config)
+    if seq_len % divisor == 0:
+        return
+    below = seq_len // divisor * divisor
+    nearest = " and ".join(str(s) for s in (below, below + divisor) if s > 0)
+    degrees = [
+        f"parallelism.context_parallel_degree = {config.parallelism.context_parallel_degree}"
+    ]
+    if config.striped_cp.block_size > 1:
+        degrees.append(f"striped_cp.block_size = {config.striped_cp.block_size}")
+    if config.parallelism.tensor_parallel_degree > 1:
+        tp = config.parallelism.tensor_parallel_degree
+        degrees.append(f"parallelism.tensor_parallel_degree = {tp}")
+    allowed = f"multiples of {divisor} (nearest {nearest})"
+    raise InvalidSetting(key, seq_len, f"not divisible by {' times '.join(degrees)}", allowed)
+
+
+def _check_tools(config: StripedJobConfig) -> None:
+    profiling = config.profiling
+    cycle = profiling.profiler_warmup + profiling.profiler_active
+    if profiling.enable_profiling and profiling.profile_freq < cycle:
+        why = "shorter than profiler_warmup + profiler_active"
+        key = "profiling.profile_freq"
+        raise InvalidSetting(key, profiling.profile_freq, why, f"at least {cycle}")
+    compiled = compiles_model(config)
+    if config.parallelism.enable_async_tensor_parallel and not (
+        compiled and config.parallelism.tensor_parallel_degree > 1
+    ):
+        why = "needs tensor_parallel_degree above 1 and a compiled model"
+        key = "parallelism.enable_async_tensor_parallel"
+        raise InvalidSetting(key, True, why, "false")
+
+
+class CannotRun(ValueError):
+    """What the model's or the data's own check says, without the name of the file."""
+
+
+def check_launch(config: StripedJobConfig, world_size: int) -> None:
+    """Check what depends on the number of ranks, on the model, and on files of this host."""
+    data_parallel = _check_degrees(config, world_size)
+    _check_batch(config, data_parallel)
+    try:
+        _check_files(config)
+        _check_weights(config)  # may take the RoPE settings from the weights
+        _check_model(config)
+        replicate = config.parallelism.data_parallel_replicate_degree
+        check_combinations_at_launch(config, data_parallel // replicate)
+        _check_checkpoint(config)
+        _check_data(config, data_parallel)
+        _check_evaluation(config)
+        check_host_memory(config)
+        check_host(config)
+    except InvalidSetting:
+        raise
+    except ValueError as error:
+        raise CannotRun(error) from None
+    if config.checkpoint.create_seed_checkpoint and world_size != 1:
+        why = f"a seed checkpoint is made by one rank, WORLD_SIZE is {world_size}"
+        raise InvalidSetting("checkpoint.create_seed_checkpoint", True, why, "false")
+
+
+def _check_degrees(config: StripedJobConfig, world_size: int) -> int:
+    """Check that the degrees multiply to the number of ranks; returns the data-parallel degree."""
+    parallelism = config.parallelism
+    replicate = parallelism.data_parallel_replicate_degree
+    shard = parallelism.data_parallel_shard_degree
+    cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
+    pp = parallelism.pipeline_parallel_degree
+    others = replicate * cp * tp * pp
+    product = (
+        f"data_parallel_replicate {replicate} * context_parallel {cp} * tensor_parallel {tp} * "
+        f"pipeline_parallel {pp}"
+    )
+    if shard == -1:
+        if world_size % others:
+            degrees = {
+                "context_parallel_degree": cp,
+                "tensor_parallel_degree": tp,
+                "pipeline_parallel_degree": pp,
+                "data_parallel_replicate_degree": replicate,
+            }
+            name = max(degrees, key=degrees.__getitem__)
+            why = f"{product} = {others} does not divide WORLD_SIZE = {world_size}"
+            allowed = f"degrees whose product divides {world_size}"
+            raise InvalidSetting(f"parallelism.{name}", degrees[name], why, allowed)
+        shard = world_size // others
+    elif shard * others != world_size:
+        why = f"times {product} is {shard * others}, WORLD_SIZE is {world_size}"
+        allowed = "-1 for the ranks left over, or degrees whose product is WORLD_SIZE"
+        raise InvalidSetting("parallelism.data_parallel_shard_degree", shard, why, allowed)
+    if replicate > 1 and shard * cp == 1 and tp * pp > 1:
+        why = "replication without sharding does not combine with tensor or pipeline parallelism"
+        key = "parallelism.data_parallel_replicate_degree"
+        raise InvalidSetting(key, replicate, why, "1, or data_parallel_shard_degree above 1")
+    return replicate * shard
+
+
+def _check_model(config: StripedJobConfig) -> None:
+    # Imported late: torchtitan's models take long to import, and the planner needs none of them.
+    from recipes.models.llama3.args import FLAVORS
+    from recipes.models.llama3.rope import check_sequence_length
+
+    flavor = FLAVORS[config.model.flavor]
+    check_sequence_length(config.rope, flavor.head_dim, config.training.seq_len)
+    heads = flavor.n_kv_heads or flavor.n_heads
+    tp = config.parallelism.tensor_parallel_degree
+    if heads % tp:
+        why = f"does not divide the {heads} key heads of flavor {config.model.flavor}"
+        allowed = f"divisors of {heads}"
+        raise InvalidSetting("parallelism.tensor_parallel_degree", tp, why, allowed)
+
+
+def _check_batch(config: StripedJobConfig, data_parallel: int) -> None:
+    total = config.training.global_batch_size
+    step = config.training.local_batch_size * data_parallel
+    if total != -1 and total % step:
+        why = f"not a multiple of local_batch_size * data-parallel degree = {step}"
+        raise InvalidSetting(
+            "training.global_batch_size", total, why, f"multiples of {step}, or -1"
+        )
+
+
+def _check_files(config: StripedJobConfig) -> None:
+    path = config.model.hf_assets_path
+    if not os.path.isdir(path):
+        allowed = "a folder with tokenizer.json"
+        raise InvalidSetting("model.hf_assets_path", path, "no such folder", allowed)
+    checkpoint = config.checkpoint
+    unset = {"initial_load_path": None, "create_seed_checkpoint": False, "load_step": -1}
+    for name, default in unset.items():
+        value = getattr(checkpoint, name)
+        if value != default and not checkpoint.enable:
+            why = "has no effect while checkpoint.enable is false"
+            raise InvalidSetting(f"checkpoint.{name}", value, why, "set checkpoint.enable = true")
+    load_path = checkpoint.initial_load_path
+    if load_path and "://" not in load_path and not os.path.isdir(load_path):
+        allowed = "the folder of one step of a checkpoint"
+        raise InvalidSetting("checkpoint.initial_load_path", load_path, "no such folder", allowed)
+
+
+def _check_weights(config: StripedJobConfig) -> None:
+    # Imported late: it builds the model to know the shapes of its weights.
+    from recipes.preflight.weights import check_weights
+
+    check_weights(config)
+
+
+def _check_checkpoint(config: StripedJobConfig) -> None:
+    # Imported late: it imports torch.
+    from recipes.checkpoint.files import check_checkpoint_files
+
+    check_checkpoint_files(config)
+
+
+def _check_evaluation(config: StripedJobConfig) -> None:
+    if config.evaluation.enable:
+        # Imported late: few runs have one.
+        from recipes.preflight.evaluation import check_evaluation
+
+        check_evaluation(config)
+
+
+def _check_data(config: StripedJobConfig, data_parallel: int) -> None:
+    # Imported late: `datasets` takes long to import, and the planner needs none of it.
+    from recipes.preflight.data import check_data
+
+    check_data(config, data_parallel)

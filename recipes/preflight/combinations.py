@@ -1,0 +1,222 @@
+"""Checks of parallelisms, precision and compilation against each other.
+
+What cannot work together is refused with a line that names both settings. Every check raises
+`InvalidSetting` like `recipes.preflight.checks`, which calls this; docs/parallelism.md has the table.
+"""
+
+import math
+
+from recipes.config.schema import StripedJobConfig, compiles_model
+from recipes.config.types import InvalidSetting, toml
+from recipes.config.values import get
+
+_ONE_STAGE_A_RANK = ("GPipe", "1F1B")
+_ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
+_SCHEDULE = "parallelism.pipeline_parallel_schedule"
+_FLOAT8 = "quantize.linear.float8"
+
+
+def check_combinations(config: StripedJobConfig) -> None:
+    """Check what the configuration says by itself."""
+    if config.parallelism.pipeline_parallel_degree > 1:
+        _check_microbatches(config)
+        _check_validation_of_pipeline(config)
+        _check_zero_bubble(config)
+    _check_float8(config)
+    _check_determinism(config)
+
+
+def check_combinations_at_launch(config: StripedJobConfig, shard: int) -> None:
+    """Check what depends on the number of ranks, on the model, and on the device of this host.
+
+    Args:
+        shard: the data-parallel shard degree, -1 resolved.
+    """
+    if config.parallelism.pipeline_parallel_degree > 1:
+        _check_stages(config)
+    if shard * config.parallelism.context_parallel_degree == 1:
+        _check_without_fsdp(config)
+    _check_device(config)
+
+
+def _check_microbatches(config: StripedJobConfig) -> None:
+    parallelism = config.parallelism
+    pp, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
+    key = "parallelism.pipeline_parallel_microbatch_size"
+    size, batch = get(config, key), config.training.local_batch_size
+    if batch % size:
+        allowed = f"divisors of training.local_batch_size = {batch}"
+        raise InvalidSetting(key, size, "does not divide the batch", allowed)
+    count = batch // size
+    microbatches = f"training.local_batch_size = {batch} makes {count} microbatches of {size}"
+    if schedule == "1F1B" and count < pp:
+        allowed = '"GPipe", or as many microbatches as pipeline_parallel_degree'
+        why = f"needs {pp} microbatches at least, {microbatches}"
+        raise InvalidSetting(_SCHEDULE, schedule, why, allowed)
+    rounds = max(1, count // pp)
+    if schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and count % rounds:
+        allowed = f"multiples of pipeline_parallel_degree = {pp}"
+        why = f"does not divide into rounds, {microbatches}"
+        raise InvalidSetting(_SCHEDULE, schedule, why, f"a number of microbatches: {allowed}")
+
+
+def _check_validation_of_pipeline(config: StripedJobConfig) -> None:
+    validation = config.validation
+    if not validation.enable:
+        return
+    # The stages allocate their receive buffers once, for the shapes of training.
+    for name in ("seq_len", "local_batch_size"):
+        value, training = getattr(validation, name), getattr(config.training, name)
+        if value not in (-1, training):
+            why = f"pipeline stages take only training.{name}"
+            raise InvalidSetting(f"validation.{name}", value, why, f"{training} or -1")
+    schedule = config.parallelism.pipeline_parallel_schedule
+    if schedule == "ZBVZeroBubble":
+        # torch 2.13: "can't steal_bwd_input if this stage doesn't have backward".
+        why = "cannot run forward alone, validation.enable is true"
+        allowed = "another schedule, or validation.enable = false"
+        raise InvalidSetting(_SCHEDULE, schedule, why, allowed)
+
+
+def _check_zero_bubble(config: StripedJobConfig) -> None:
+    """These schedules go backward through a stage twice: for its input, then for its weights."""
+    schedule = config.parallelism.pipeline_parallel_schedule
+    if schedule not in _ZERO_BUBBLE:
+        return
+    for key, off in (
+        ("activation_checkpoint.mode", "none"),
+        ("memory.mlp_chunk_tokens", 0),
+    ):
+        value = get(config, key)
+        if value != off:
+            why = f"what {key} = {toml(value)} drops would be computed twice"
+            allowed = f"{key} = {toml(off)}, or another schedule"
+            raise InvalidSetting(_SCHEDULE, schedule, why, allowed)
+    if compiles_model(config):
+        why = 'compile.components = ["model"] makes one backward pass of the two'
+        raise InvalidSetting(_SCHEDULE, schedule, why, "compile.enable = false, or another")
+
+
+def _check_stages(config: StripedJobConfig) -> None:
+    """Check that every stage gets a part of the model, as torchtitan 0.2.2 deals it out."""
+    # Imported late: torchtitan's models take long to import, and the planner needs none of them.
+    from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
+
+    from recipes.models.llama3.args import FLAVORS
+
+    parallelism = config.parallelism
+    pp, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
+    first = parallelism.pipeline_parallel_first_stage_less_layers
+    last = parallelism.pipeline_parallel_last_stage_less_layers
+    layers = FLAVORS[config.model.flavor].n_layers
+    per_stage = parallelism.pipeline_parallel_layers_per_stage
+    parts = parallelism.module_fqns_per_model_part
+    stages = pp * (1 if schedule in _ONE_STAGE_A_RANK else 2)
+    if per_stage is not None:
+        key = "parallelism.pipeline_parallel_layers_per_stage"
+        stages = math.ceil((layers + first + last) / per_stage)
+        _check_stage_count(config, key, stages)
+    if parts is not None:
+        _check_parts(config, parts, layers)
+        return
+    try:
+        generate_llm_fqn_per_model_part(stages, layers, first, last)
+    except ValueError:
+        why = (
+            f"schedule {schedule} makes {stages} stages, too many for the {layers} layers of "
+            f"flavor {config.model.flavor}"
+        )
+        allowed = "fewer ranks, or a schedule of one stage a rank (1F1B, GPipe)"
+        key = "parallelism.pipeline_parallel_degree"
+        raise InvalidSetting(key, pp, why, allowed) from None
+
+
+def _check_stage_count(config: StripedJobConfig, key: str, stages: int) -> None:
+    parallelism = config.parallelism
+    pp, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
+    wanted = "1 stage" if schedule in _ONE_STAGE_A_RANK else "2 stages or more"
+    by_rank, rest = divmod(stages, pp)
+    fits = by_rank == 1 if schedule in _ONE_STAGE_A_RANK else by_rank >= 2
+    if rest or not fits or (schedule == "ZBVZeroBubble" and by_rank != 2):
+        why = f"makes {stages} stages for {pp} ranks, schedule {schedule} takes {wanted} each"
+        raise InvalidSetting(key, get(config, key), why, "unset for torchtitan's choice")
+
+
+def _check_parts(config: StripedJobConfig, parts: list[list[str]], layers: int) -> None:
+    """Check that every module has its stage: torchtitan 0.2.2 trains without those it misses."""
+    key = "parallelism.module_fqns_per_model_part"
+    modules = ["tok_embeddings", *(f"layers.{i}" for i in range(layers)), "norm", "output"]
+    named = [name for part in parts for name in part]
+    if named != modules:
+        odd = sorted(set(named) ^ set(modules))
+        why = f"wrong or missing: {', '.join(odd)}" if odd else "twice, or not in order"
+        allowed = f"tok_embeddings, layers.0 to layers.{layers - 1}, norm, output, in this order"
+        raise InvalidSetting(key, parts, why, allowed)
+    _check_stage_count(config, key, len(parts))
+
+
+def _check_without_fsdp(config: StripedJobConfig) -> None:
+    """Check what only FSDP does, which shards over data-parallel and context-parallel ranks."""
+    training, parallelism = config.training, config.parallelism
+    allowed = "data_parallel_shard_degree or context_parallel_degree above 1"
+    if training.enable_cpu_offload:
+        why = "FSDP offloads, and nothing is sharded"
+        raise InvalidSetting("training.enable_cpu_offload", True, why, f"false, or {allowed}")
+    reshard = parallelism.fsdp_reshard_after_forward
+    if reshard != "default":
+        key, why = "parallelism.fsdp_reshard_after_forward", "nothing is sharded"
+        raise InvalidSetting(key, reshard, why, f'"default", or {allowed}')
+    precision = training.mixed_precision_param
+    for name in ("tensor_parallel_degree", "pipeline_parallel_degree"):
+        degree = getattr(parallelism, name)
+        if degree > 1 and precision != training.dtype:
+            # torchtitan 0.2.2 would go on without mixed precision, after a warning.
+            why = f"FSDP casts parameters, parallelism.{name} = {degree} alone has none"
+            allowed = f'"{training.dtype}" as training.dtype, or {allowed}'
+            raise InvalidSetting("training.mixed_precision_param", precision, why, allowed)
+
+
+def _check_float8(config: StripedJobConfig) -> None:
+    converters = config.model.converters
+    if len(converters) > 1:
+        why = "a layer is converted once"
+        raise InvalidSetting("model.converters", converters, why, "one of them")
+    if _FLOAT8 not in converters:
+        return
+    float8 = config.quantize.linear.float8
+    for name in ("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp"):
+        if getattr(float8, name) and float8.recipe_name is not None:
+            why = f"a recipe has its own scaling, recipe_name is {toml(float8.recipe_name)}"
+            raise InvalidSetting(f"{_FLOAT8}.{name}", True, why, "false, or recipe_name unset")
+    if float8.precompute_float8_dynamic_scale_for_fsdp and not float8.enable_fsdp_float8_all_gather:
+        key = f"{_FLOAT8}.precompute_float8_dynamic_scale_for_fsdp"
+        allowed = "false, or enable_fsdp_float8_all_gather = true"
+        raise InvalidSetting(key, True, "enable_fsdp_float8_all_gather is false", allowed)
+    if float8.emulate and compiles_model(config):
+        why = 'torchao emulates in eager mode, compile.components has "model"'
+        raise InvalidSetting(f"{_FLOAT8}.emulate", True, why, "false, or compile.enable = false")
+
+
+def _check_determinism(config: StripedJobConfig) -> None:
+    debug, kernel = config.debug, config.striped_cp.kernel
+    if kernel == "cudnn" and debug.deterministic and not debug.deterministic_warn_only:
+        why = "its backward pass is not deterministic, debug.deterministic is true"
+        allowed = '"auto", "flash", "flex", or debug.deterministic = false'
+        raise InvalidSetting("striped_cp.kernel", kernel, why, allowed)
+
+
+def _check_device(config: StripedJobConfig) -> None:
+    """Check that the device of this host has the arithmetic of the converters."""
+    if not config.model.converters:
+        return
+    # Imported late: it imports torch.
+    from torchtitan.tools.utils import has_cuda_capability
+
+    emulated = config.quantize.linear.float8.emulate
+    if _FLOAT8 in config.model.converters and not (emulated or has_cuda_capability(8, 9)):
+        why = "float8 needs a GPU of compute capability 8.9"
+        allowed = f"none, or {_FLOAT8}.emulate = true to try it"
+        raise InvalidSetting("model.converters", config.model.converters, why, allowed)
+    if "quantize.linear.mx" in config.model.converters and not has_cuda_capability(10, 0):
+        why = "MXFP8 needs a GPU of compute capability 10.0"
+        raise InvalidSetting("model.converters", config.model.converters, why, "none")

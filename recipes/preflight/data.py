@@ -1,0 +1,84 @@
+"""Refuse data settings that cannot work, before any process group exists."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
+from torchtitan.hf_datasets.text_datasets import DATASETS
+
+from recipes.config.types import InvalidSetting
+from recipes.data.dataset import build_source, check_documents
+from recipes.data.files import find_files
+from recipes.data.records import SUFFIXES
+from recipes.data.shards import is_shard_folder
+from recipes.preflight.data_resume import check_checkpoint
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+")
+_NAMES = '"sample", "local" with dataset_path, {}, or owner/name of a Hugging Face dataset'
+
+
+def check_data(config: Any, dp_degree: int) -> None:
+    """Check the data of a run, and the checkpoint from which its data would go on.
+
+    Raises:
+        InvalidSetting: an unknown dataset, files that are not there, or options that do not apply.
+        ValueError: documents, a prepared folder or a checkpoint that do not fit the run.
+    """
+    for section in ("training", "validation"):
+        if section == "training" or config.validation.enable:
+            _check_settings(config, section)
+            _check_documents(config, section, dp_degree)
+    if config.evaluation.enable:
+        _check_settings(config, "evaluation")
+        _check_documents(config, "evaluation", 1)
+    check_checkpoint(config, dp_degree)
+
+
+def _check_settings(config: Any, section: str) -> None:
+    data = getattr(config, section)
+    name, path = data.dataset, data.dataset_path
+    if name == "local":
+        _check_path(section, path)
+    elif name != "sample" and name not in DATASETS and not _HUB_NAME.fullmatch(name):
+        allowed = _NAMES.format(", ".join(f'"{n}"' for n in DATASETS))
+        raise InvalidSetting(f"{section}.dataset", name, "unknown dataset", allowed)
+    elif path is not None and name not in DATASETS:
+        why = f"dataset is {name!r}, which has no path"
+        raise InvalidSetting(f"{section}.dataset_path", path, why, 'with dataset = "local"')
+    prepared = name == "local" and is_shard_folder(Path(path))
+    fixed = prepared or name == "sample" or name in DATASETS
+    if data.text_column != "text" and fixed:
+        why = f"dataset {'is prepared' if prepared else repr(name)}, its text is known"
+        raise InvalidSetting(f"{section}.text_column", data.text_column, why, '"text"')
+    for key, default in (("dataset_subset", None), ("dataset_split", "train")):
+        value = getattr(data, key)
+        if value != default and (name in ("local", "sample") or name in DATASETS):
+            why = f"dataset is {name!r}"
+            raise InvalidSetting(f"{section}.{key}", value, why, "with a Hugging Face dataset")
+    seed = config.documents.shuffle_seed
+    if section == "training" and seed is not None and not prepared:
+        allowed = "with a folder that scripts/prepare_documents.py wrote"
+        raise InvalidSetting("documents.shuffle_seed", seed, "needs prepared documents", allowed)
+
+
+def _check_documents(config: Any, section: str, dp_degree: int) -> None:
+    """Look into the files. The hub's are left to the loader: to open them takes long."""
+    if getattr(config, section).dataset in ("local", "sample"):
+        tokenizer = HuggingFaceTokenizer(config.model.hf_assets_path)
+        check_documents(build_source(config, section, tokenizer), section, dp_degree)
+
+
+def _check_path(section: str, path: str | None) -> None:
+    key = f"{section}.dataset_path"
+    allowed = (
+        f"a file, a folder or a glob of {', '.join(SUFFIXES)}, or a folder that "
+        "scripts/prepare_documents.py wrote"
+    )
+    if path is None:
+        raise InvalidSetting(key, path, 'dataset is "local"', allowed)
+    if not is_shard_folder(Path(path)):
+        try:
+            find_files(path)
+        except ValueError as error:
+            raise InvalidSetting(key, path, str(error), allowed) from None

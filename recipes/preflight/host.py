@@ -1,0 +1,111 @@
+"""Checks of this host: can the run write where it has to, is there room, are there the tools.
+
+Raises `InvalidSetting` like `recipes.preflight.checks`, which calls this.
+"""
+
+import importlib.util
+import shutil
+import tempfile
+from pathlib import Path
+
+from recipes.config.schema import StripedJobConfig
+from recipes.config.types import InvalidSetting
+from recipes.config.values import get
+from recipes.models.shapes import SHAPES
+
+_GB = 1e9
+# What needs an accelerator: value, why, and what is allowed without one.
+_GPU_ONLY = {
+    "profiling.enable_memory_snapshot": (True, "the memory of a GPU is recorded", "false"),
+    "checkpoint.async_mode": (
+        "async_with_pinned_mem",
+        "memory is pinned for a GPU",
+        '"disabled", "async"',
+    ),
+}
+
+
+def check_host(config: StripedJobConfig) -> None:
+    """Check folder, room and tools that a run needs."""
+    if config.metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
+        why = "wandb is not installed"
+        raise InvalidSetting("metrics.enable_wandb", True, why, "false, or pip install wandb")
+    for key, (value, why, allowed) in _GPU_ONLY.items():
+        if get(config, key) == value:
+            # Imported late: it imports torch.
+            from recipes.titan.cpu_host import is_cpu_host
+
+            if is_cpu_host():
+                raise InvalidSetting(key, value, f"{why}, this host has none", allowed)
+    if uses_ring(config):
+        kernel_of(config)
+    existing = _check_writable(config.job.dump_folder)
+    if config.checkpoint.enable and not config.checkpoint.load_only:
+        _check_room(config, existing)
+
+
+def _check_writable(dump_folder: str) -> Path:
+    """Check that the folder can be made and written to; returns the part of it that exists."""
+    existing = Path(dump_folder).absolute()
+    try:
+        if "\0" in dump_folder:
+            raise ValueError("it has a null byte")
+        while not existing.exists():
+            existing = existing.parent
+        with tempfile.TemporaryFile(dir=existing) as file:
+            file.write(b"0")
+    except (OSError, ValueError) as error:
+        why = f"cannot be written to ({getattr(error, 'strerror', None) or error})"
+        allowed = "a folder that every rank can write to"
+        raise InvalidSetting("job.dump_folder", dump_folder, why, allowed) from None
+    return existing
+
+
+def _check_room(config: StripedJobConfig, folder: Path) -> None:
+    needed, free = checkpoint_bytes(config), shutil.disk_usage(folder).free
+    if free < needed:
+        why = f"a checkpoint takes {needed / _GB:.3g} GB, {folder} has {free / _GB:.3g} GB of room"
+        allowed = "a folder with room, or checkpoint.enable = false"
+        raise InvalidSetting("job.dump_folder", config.job.dump_folder, why, allowed)
+
+
+def checkpoint_bytes(config: StripedJobConfig) -> int:
+    """Bytes of a full checkpoint: weights and Adam's two moments in training.dtype."""
+    per_value = 2 if config.training.dtype == "bfloat16" else 4
+    return 3 * per_value * SHAPES[config.model.flavor].parameters
+
+
+def uses_ring(config: StripedJobConfig) -> bool:
+    """Whether attention is this project's; torch's own serves one rank with one document."""
+    named = config.striped_cp.kernel != "auto"
+    return named or config.documents.mask or config.parallelism.context_parallel_degree > 1
+
+
+def kernel_of(config: StripedJobConfig) -> str:
+    """Name of the attention kernel that the run will use on this host.
+
+    Raises:
+        InvalidSetting: the one that striped_cp.kernel names cannot serve here.
+    """
+    # Imported late: they import torch.
+    import torch
+
+    from recipes.models.llama3.args import FLAVORS
+    from recipes.titan.cpu_host import is_cpu_host
+    from striped_cp.kernels import choose_kernel
+    from striped_cp.kernels.base import Request
+
+    request = Request(
+        "cpu" if is_cpu_host() else "cuda",
+        getattr(torch, config.training.mixed_precision_param),
+        FLAVORS[config.model.flavor].head_dim,
+        config.documents.mask,
+    )
+    try:
+        return choose_kernel(config.striped_cp.kernel, request).name
+    except ValueError as error:
+        why, _, able = str(error).partition("; ")
+        name = config.striped_cp.kernel
+        why = why.partition(": ")[2]
+        allowed = able if name == "auto" else f'"auto", {able}'
+        raise InvalidSetting("striped_cp.kernel", name, why, allowed) from None

@@ -1,0 +1,197 @@
+"""From TOML sections to the planner's run, and back."""
+
+import pytest
+
+from recipes.config.load import load_config
+from recipes.models.shapes import SHAPES
+from recipes.planner.balance import slowest_pairs, with_documents
+from recipes.planner.hardware import GPUS, find_network_gb_s
+from recipes.planner.report import toml_text
+from recipes.planner.run import Levers, Run
+from recipes.planner.search import search
+from recipes.planner.settings import run_from_config, settings_of
+from recipes.planner.step_time import plan_time, tile_pairs
+from striped_cp.layout import Contiguous, HeadTail, Striped
+
+H100 = GPUS["h100"]
+IB = find_network_gb_s("ib400")
+
+
+def planned(*overrides: str, gpus: int = 16) -> Run:
+    base = (
+        "--model.flavor",
+        "8B",
+        "--training.seq_len",
+        "131072",
+        "--training.local_batch_size",
+        "1",
+    )
+    return run_from_config(load_config([*base, *overrides]), gpus, H100)
+
+
+def test_every_setting_arrives():
+    run = planned(
+        *("--parallelism.context_parallel_degree", "2"),
+        *("--parallelism.tensor_parallel_degree", "2"),
+        *("--parallelism.data_parallel_replicate_degree", "2"),
+        *("--parallelism.context_parallel_load_balancer", "headtail"),
+        *("--training.global_batch_size", "8"),
+        *("--training.dtype", "bfloat16"),
+        *("--striped_cp.rotate_method", "allgather"),
+        *("--striped_cp.kernel", "cudnn"),
+        *("--activation_checkpoint.mode", "full"),
+        *("--memory.mlp_chunk_tokens", "4096"),
+        *("--memory.loss_chunk_tokens", "0"),
+        "--memory.recompute_attention",
+    )
+    assert run == Run(
+        SHAPES["8B"],
+        131072,
+        local_batch=1,
+        gradient_accumulation=2,
+        dp_replicate=2,
+        dp_shard=2,
+        cp=2,
+        tp=2,
+        levers=Levers("full", True, False, 0, 4096),
+        kernel="cudnn",
+        rotate_method="allgather",
+        layout="headtail",
+        parameter_bytes=2,
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kernel"),
+    [
+        ((), "flash"),
+        (("--documents.no-mask",), "cudnn"),
+        (("--documents.no-mask", "--parallelism.context_parallel_degree", "2"), "flash"),
+    ],
+)
+def test_auto_kernel(overrides, kernel):
+    assert planned(*overrides).kernel == kernel
+
+
+@pytest.mark.parametrize(
+    ("overrides", "checkpointing"),
+    [
+        (("--activation_checkpoint.mode", "none"), "none"),
+        (("--activation_checkpoint.mode", "selective"), "every_2"),
+        (
+            (
+                *("--activation_checkpoint.mode", "selective"),
+                *("--activation_checkpoint.selective_ac_option", "op"),
+            ),
+            "selective",
+        ),
+    ],
+)
+def test_activation_checkpointing(overrides, checkpointing):
+    assert planned(*overrides).levers.checkpointing == checkpointing
+
+
+PIPELINE = (
+    *("--parallelism.pipeline_parallel_degree", "4"),
+    *("--training.local_batch_size", "8"),
+)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "stages"),
+    [
+        ((), 1),
+        (("--parallelism.pipeline_parallel_schedule", "Interleaved1F1B"), 2),
+        (("--parallelism.pipeline_parallel_schedule", "LoopedBFS"), 2),
+        (
+            (
+                *("--parallelism.pipeline_parallel_schedule", "Interleaved1F1B"),
+                *("--parallelism.pipeline_parallel_layers_per_stage", "3"),
+            ),
+            3,
+        ),
+    ],
+)
+def test_pipeline_stages(overrides, stages):
+    # 32 layers, and one each for embedding and output projection.
+    run = planned(*PIPELINE, *overrides)
+    assert (run.virtual_stages, run.microbatches, run.dp_shard) == (stages, 8, 4)
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "Interleaved1F1B", "LoopedBFS"])
+def test_fewer_microbatches_than_ranks_are_planned_where_training_takes_them(schedule):
+    few = ("--training.local_batch_size", "2")
+    run = planned(*PIPELINE, *few, "--parallelism.pipeline_parallel_schedule", schedule)
+    assert run.microbatches == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("--training.enable_cpu_offload",), "enable_cpu_offload = true: the planner does not"),
+        (
+            (
+                *PIPELINE,
+                *("--activation_checkpoint.mode", "none"),
+                *("--parallelism.pipeline_parallel_schedule", "ZBVZeroBubble"),
+            ),
+            'schedule = "ZBVZeroBubble": the planner knows 1F1B, GPipe, Interleaved1F1B, LoopedBFS',
+        ),
+        (
+            (*PIPELINE, "--parallelism.pipeline_parallel_layers_per_stage", "5"),
+            "layers_per_stage = 5 makes 7 stages",
+        ),
+        (("--training.global_batch_size", "17"), "global_batch_size = 17 is not a multiple of 16"),
+    ],
+)
+def test_what_is_not_planned_is_refused(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        planned(*overrides)
+
+
+def test_settings_written_by_a_search_are_read_back():
+    (best, *_) = search(planned("--documents.no-mask"), H100, IB, ("flash", "cudnn"))
+    overrides = [
+        part
+        for section, values in settings_of(best.run).items()
+        for key, value in values.items()
+        for part in (
+            [f"--{section}.{key}", str(value)]
+            if not isinstance(value, bool)
+            else [f"--{section}.{'' if value else 'no-'}{key}"]
+        )
+    ]
+    assert planned("--documents.no-mask", *overrides) == best.run
+
+
+def test_search_keeps_the_tokens_of_a_step():
+    run = planned()
+    assert {plan.run.tokens_per_step for plan in search(run, H100, IB, ("flash",))} == {16 * 131072}
+
+
+def test_toml_text():
+    table = {"job": {"name": 'a "b"', "list": [1, 2]}, "quantize": {"linear": {"on": True}}}
+    assert toml_text(table, "made by a test") == (
+        '# made by a test\n\n[job]\nname = "a \\"b\\""\nlist = [1, 2]\n\n'
+        "[quantize.linear]\non = true\n"
+    )
+
+
+@pytest.mark.parametrize("layout", [Striped(), HeadTail(), Contiguous()], ids=lambda x: x.spec)
+def test_closed_forms_agree_with_the_tiles(layout):
+    run = Run(SHAPES["8B"], 8192, cp=4, layout=layout.spec.partition(":")[0])
+    assert tile_pairs(run) == pytest.approx(slowest_pairs(layout, run)[0], rel=1e-3)
+
+
+def test_documents_save_attention_time():
+    whole = Run(SHAPES["8B"], 8192, cp=4)
+    packed = with_documents(Run(SHAPES["8B"], 8192, cp=4, documents=(4096, 4096)))
+    seconds = [plan_time(run, H100, IB).parts["attention kernels"] for run in (whole, packed)]
+    assert seconds[1] == pytest.approx(seconds[0] / 2, rel=2e-3)
+
+
+def test_replication_costs_an_all_reduce():
+    one_node = Run(SHAPES["8B"], 8192, dp_shard=8)
+    eight_nodes = Run(SHAPES["8B"], 8192, dp_shard=8, dp_replicate=8)
+    exposed = [plan_time(run, H100, IB).parts["exposed FSDP"] for run in (one_node, eight_nodes)]
+    assert exposed[1] > exposed[0]

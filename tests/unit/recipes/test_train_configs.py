@@ -1,0 +1,184 @@
+"""Every shipped recipe is built for real, without its GPUs.
+
+Parsed and checked as at start-up on as many ranks as its first lines launch, its files in place;
+its model made on the meta device and spread over a fake process group of that size.
+"""
+
+import functools
+import re
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torchtitan.distributed import ParallelDims
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from recipes.checkpoint import files as checkpoint_files
+from recipes.config.load import load_config
+from recipes.memory import offload
+from recipes.models.llama3.args import FLAVORS
+from recipes.models.llama3.model import Transformer
+from recipes.models.llama3.parallelize import parallelize_llama
+from recipes.models.llama3.rope import attention_temperature, inverse_frequencies
+from recipes.planner.footprint import plan_memory
+from recipes.planner.hardware import GPUS
+from recipes.planner.settings import run_from_config
+from recipes.preflight import weights as checks
+from tests import ROOT
+from tests.unit.recipes.models.llama3.test_rope import hugging_face_config
+
+REPOSITORY = ROOT
+RECIPES = sorted(p.stem for p in (REPOSITORY / "train_configs").glob("llama3_*.toml"))
+SEQ_LEN = {"64k": 65_536, "128k": 131_072, "256k": 262_144, "512k": 524_288, "1m": 1_048_576}
+PARAMETERS = {"8B": 8_030_261_248, "70B": 70_553_706_496, "405B": 405_853_388_800}
+# A collective waits for the slowest rank: through loading, a checkpoint, a validation batch.
+LEAST_TIMEOUT = {65_536: 300, 131_072: 300, 262_144: 600, 524_288: 1200, 1_048_576: 1800}
+
+
+def path(name):
+    return REPOSITORY / "train_configs" / f"{name}.toml"
+
+
+def launched_ranks(name):
+    """Ranks that the command in a recipe's first lines starts."""
+    text = path(name).read_text()
+    nodes = re.search(r"--nnodes (\d+)", text)
+    per_node = re.search(r"--nproc_per_node (\d+)", text)
+    assert f"train_configs/{name}.toml" in text
+    assert per_node is not None
+    return int(nodes[1] if nodes else 1) * int(per_node[1])
+
+
+@functools.cache
+def settings_of(name):
+    return load_config(["--job.config_file", str(path(name))])
+
+
+def put_files_in_place(config):
+    """What a recipe names: assets, documents, an earlier stage, its own checkpoints so far.
+
+    With those the run would go on from them: the weights of a real model are not here.
+    """
+    shutil.copytree(REPOSITORY / "assets/tokenizer", config.model.hf_assets_path)
+    for data in (config.training.dataset_path, config.validation.dataset_path):
+        folder = Path(data.removesuffix("/*.jsonl.gz"))
+        folder.mkdir(parents=True)
+        shutil.copy(REPOSITORY / "assets/corpus/austen.jsonl.gz", folder)
+    Path(config.job.dump_folder, config.checkpoint.folder).mkdir(parents=True)
+    if config.checkpoint.initial_load_path:
+        Path(config.checkpoint.initial_load_path).mkdir(parents=True)
+
+
+def test_the_set_is_complete():
+    sizes = {
+        f"llama3_{s}_{n}" for s in ("8b", "70b", "405b") for n in ("128k", "256k", "512k", "1m")
+    }
+    variants = {"llama3_8b_1m_32gpu", "llama3_8b_128k_packed", "llama3_8b_256k_packed"}
+    staged = {f"llama3_8b_staged_{n}" for n in ("64k", "256k", "512k", "1m")}
+    assert set(RECIPES) == sizes | variants | staged
+
+
+# Hundreds of layers take their time: of 70B and 405B the default suite builds one recipe each.
+BUILDS = [
+    name if "_8b_" in name or name.endswith("_1m") else pytest.param(name, marks=pytest.mark.slow)
+    for name in RECIPES
+]
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_builds_for_its_ranks(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(offload, "host_memory_available", lambda: 2**40)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**50))
+    # Not 800 GB of weights: tests/unit/recipes/preflight/test_weights.py has what is checked of them.
+    monkeypatch.setattr(checks, "loads_hf", lambda config: False)
+    # Nor the checkpoint of the stage before: tests/unit/recipes/preflight/test_bad_input.py.
+    monkeypatch.setattr(checkpoint_files, "checkpoint_to_load", lambda config: None)
+    put_files_in_place(settings_of(name))
+    ranks = launched_ranks(name)
+    config = load_config(["--job.config_file", str(path(name))], ranks)
+    settings = config.parallelism
+    args = FLAVORS[config.model.flavor]
+    args.update_from_config(config)
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        dims = ParallelDims(
+            dp_replicate=1,
+            dp_shard=settings.data_parallel_shard_degree,
+            cp=settings.context_parallel_degree,
+            tp=settings.tensor_parallel_degree,
+            pp=1,
+            ep=1,
+            etp=1,
+            world_size=ranks,
+        )
+        dims.build_mesh()
+        with torch.device("meta"):
+            model = Transformer(args)
+        # Recipes that compile do so at the first step; here it is the layout that counts.
+        config.compile.enable = False
+        parallelize_llama(model, dims, config)
+    finally:
+        dist.destroy_process_group()
+    parameters = list(model.parameters())
+    assert sum(p.numel() for p in parameters) == PARAMETERS[config.model.flavor]
+    # Rank 0 holds its share: what does not divide evenly is padded.
+    share = PARAMETERS[config.model.flavor] / ranks
+    assert sum(p.to_local().numel() for p in parameters) == pytest.approx(share, rel=0.02)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_settings_for_long_steps(name):
+    config = settings_of(name)
+    seq_len = SEQ_LEN[re.search(r"_(\d+[km])(_|$)", name)[1]]
+    assert config.training.seq_len == config.validation.seq_len == seq_len
+    assert config.comm.train_timeout_seconds >= LEAST_TIMEOUT[seq_len]
+    assert config.comm.init_timeout_seconds >= 900
+    assert config.metrics.log_freq == 1
+    assert config.activation_checkpoint.mode == "full"
+    assert config.memory.loss_chunk_tokens > 0
+    assert config.checkpoint.enable
+    assert config.checkpoint.interval <= 50
+    assert config.rope.extrapolate is False
+    assert config.job.dump_folder == f"outputs/{name}"
+    assert len(path(name).read_text().splitlines()) < 120
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_fits_its_hardware(name):
+    """By the planner, on H100s of 80 GB."""
+    config = settings_of(name)
+    run = run_from_config(config, launched_ranks(name), GPUS["h100"])
+    assert plan_memory(run).total < 0.9 * 80e9
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_rope_equals_hugging_face(name):
+    rope = settings_of(name).rope
+    config = hugging_face_config(rope, head_dim=128)
+    if rope.scaling == "none":
+        expected, factor = 1 / rope.theta ** (torch.arange(0, 128, 2) / 128), 1.0
+    else:
+        expected, factor = ROPE_INIT_FUNCTIONS[rope.scaling](config, "cpu")
+    actual = inverse_frequencies(rope, 128)
+    torch.testing.assert_close(actual, expected.double(), rtol=1e-6, atol=0)
+    assert attention_temperature(rope) == pytest.approx(factor, rel=1e-12)
+
+
+def test_stages_follow_each_other():
+    """Each stage of the staged recipe starts from the last step of the one before."""
+    before = None
+    for length in ("64k", "256k", "512k", "1m"):
+        config = settings_of(f"llama3_8b_staged_{length}")
+        if before is not None:
+            folder = f"{before.job.dump_folder}/{before.checkpoint.folder}"
+            expected = f"{folder}/step-{before.training.steps}"
+            assert config.checkpoint.initial_load_path == expected
+            assert config.rope.theta > before.rope.theta
+        else:
+            assert config.checkpoint.initial_load_in_hf
+        before = config
