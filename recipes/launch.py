@@ -9,8 +9,8 @@ import torch
 from torch.distributed.checkpoint import CheckpointException
 from torchtitan.tools.logging import logger
 
-from recipes.config.load import load_config
 from recipes.config.schema import StripedJobConfig
+from recipes.preflight import load_config
 from recipes.process import faults
 from recipes.process.console import init_console
 

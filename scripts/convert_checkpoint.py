@@ -22,7 +22,7 @@ def main(argv: list[str]) -> int:
     sys.path.insert(0, str(ROOT))
     # After the arguments: these imports take seconds.
     import recipes  # noqa: F401  (before torchtitan: it chooses the device)
-    from recipes.config.load import load_config
+    from recipes.preflight import load_config
     from recipes.preflight.weights import take_rope
     from recipes.weights.export import convert_checkpoint
 

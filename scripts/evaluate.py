@@ -30,8 +30,8 @@ def main(argv: list[str]) -> None:
     if "RANK" not in os.environ:
         be_alone()
     # After the arguments: these imports take seconds.
-    from recipes.config.load import load_config
     from recipes.launch import refuse
+    from recipes.preflight import load_config
     from recipes.preflight.evaluation import check_has_weights
     from recipes.process.console import init_console
 

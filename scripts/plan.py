@@ -84,11 +84,11 @@ def report(args: argparse.Namespace, overrides: list[str]) -> tuple[str, bool]:
     Raises:
         ValueError: one line for a setting that makes no sense.
     """
-    from recipes.config.load import load_config
     from recipes.planner import report as text
     from recipes.planner.hardware import find_gpu, find_network_gb_s
     from recipes.planner.plan import make_plan
     from recipes.planner.settings import run_from_config
+    from recipes.preflight import load_config
 
     if args.gpus < 1:
         raise ValueError(f"--gpus {args.gpus}: at least 1")

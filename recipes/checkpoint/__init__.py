@@ -1,0 +1,1 @@
+"""Checkpoints: which one a run loads, is it whole, when to save, what a resume keeps."""

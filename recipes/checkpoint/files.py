@@ -124,7 +124,8 @@ def check_checkpoint_files(config: StripedJobConfig) -> None:
 def _check_initial(config: StripedJobConfig) -> None:
     """torchtitan 0.2.2 loads what a run starts from only where there is no checkpoint folder.
 
-    Training removes one without a finished checkpoint (`recipes.checkpoint.saving`), unless it saves nothing.
+    Training removes one without a finished checkpoint (`recipes.checkpoint.saving`), unless it
+    saves nothing.
     """
     checkpoint = config.checkpoint
     starts = checkpoint.enable and (checkpoint.initial_load_path or checkpoint.initial_load_in_hf)

@@ -1,8 +1,8 @@
 """How a run reads its settings: a TOML file, and what the command line puts over it.
 
-Both go through torchtitan's own parser, between the checks of `recipes.config.types` and
-`recipes.preflight.checks`. Nothing here touches a process group or a device: the planner reads its
-TOML the same way as the trainer.
+Both go through torchtitan's own parser, between the checks of `recipes.config.types` and those of
+the caller. Nothing here touches a process group or a device: the planner reads its TOML the same
+way as the trainer.
 """
 
 import contextlib
@@ -10,15 +10,14 @@ import io
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from torchtitan.config import ConfigManager
 
 from recipes.config.schema import StripedJobConfig
-from recipes.config.types import InvalidSetting, check_options, check_table
-from recipes.preflight.checks import CannotRun, check_config, check_launch
+from recipes.config.types import CannotRun, InvalidSetting, check_options, check_table
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -26,13 +25,12 @@ else:
     import tomli as tomllib
 
 
-def load_config(args: Sequence[str], world_size: int | None = None) -> StripedJobConfig:
+def read_config(args: Sequence[str], check: Callable[[StripedJobConfig], None]) -> StripedJobConfig:
     """Read the TOML file that `args` names and the overrides in `args`.
 
     Args:
         args: command line, e.g. `["--job.config_file", "x.toml", "--training.steps", "5"]`.
-        world_size: number of ranks of a run that is about to start; its degrees, batch sizes and
-            files are checked too. None: only what the file says by itself.
+        check: raises `InvalidSetting` or `CannotRun` for settings that cannot be used.
 
     Raises:
         ValueError: one line that names the file, the key, its value and what is allowed.
@@ -44,9 +42,7 @@ def load_config(args: Sequence[str], world_size: int | None = None) -> StripedJo
         _refuse_code(table)
         config = _parse(args, table)
         check_table(asdict(config), StripedJobConfig)  # the parser takes integers of any size
-        check_config(config)
-        if world_size is not None:
-            check_launch(config, world_size)
+        check(config)
     except InvalidSetting as error:
         raise ValueError(f"{_origin(error.key, path, table, args)}: {error}") from None
     except CannotRun as error:
@@ -70,7 +66,7 @@ class _Manager(ConfigManager):
     """torchtitan's parser (0.2.2) over a table that was read and checked before.
 
     Its own validation only warns about a missing tokenizer and about deprecated keys, which
-    `recipes.preflight.checks` refuses.
+    `recipes.preflight` refuses.
     """
 
     def __init__(self, table: dict[str, Any]) -> None:

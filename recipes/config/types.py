@@ -20,6 +20,10 @@ class InvalidSetting(ValueError):
         self.key = key
 
 
+class CannotRun(ValueError):
+    """What the model's or the data's own check says, without the name of the file."""
+
+
 def toml(value: object) -> str:
     """A value as TOML writes it, near enough for a message."""
     try:

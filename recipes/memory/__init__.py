@@ -1,0 +1,1 @@
+"""What the `[memory]` section and activation checkpointing trade for memory."""

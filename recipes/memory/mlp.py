@@ -23,8 +23,8 @@ class ChunkedFeedForward(FeedForward):
         """(B, S/P, dim) to (B, S/P, dim).
 
         Under tensor parallelism each rank returns its part of a sum over the ranks, which is added
-        up once for all chunks (`recipes.models.llama3.tensor_parallel`): adding it up chunk by chunk would
-        spread every chunk, not the sequence, over the ranks.
+        up once for all chunks (`recipes.models.llama3.tensor_parallel`): adding it up chunk by
+        chunk would spread every chunk, not the sequence, over the ranks.
         """
         feed_forward = super().forward
         if not self.chunk_tokens:

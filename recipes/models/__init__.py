@@ -1,0 +1,1 @@
+"""The models: sizes, modules, parallelisms, names of weights."""

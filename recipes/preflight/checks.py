@@ -7,7 +7,7 @@ all run before a process group exists, on every rank alike.
 import os
 
 from recipes.config.schema import StripedJobConfig, compiles_model
-from recipes.config.types import InvalidSetting, toml
+from recipes.config.types import CannotRun, InvalidSetting, toml
 from recipes.config.values import check_values
 from recipes.parallel.ring import seq_len_divisor
 from recipes.preflight.combinations import check_combinations, check_combinations_at_launch
@@ -94,10 +94,6 @@ def _check_tools(config: StripedJobConfig) -> None:
         why = "needs tensor_parallel_degree above 1 and a compiled model"
         key = "parallelism.enable_async_tensor_parallel"
         raise InvalidSetting(key, True, why, "false")
-
-
-class CannotRun(ValueError):
-    """What the model's or the data's own check says, without the name of the file."""
 
 
 def check_launch(config: StripedJobConfig, world_size: int) -> None:

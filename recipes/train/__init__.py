@@ -1,0 +1,1 @@
+"""torchtitan's trainer and validator for batches that are spread over the ring."""

@@ -25,7 +25,7 @@ from recipes.data.batch import BatchSharder, Microbatch, plain_loss
 from recipes.evaluation.periodic import PeriodicEvaluation
 from recipes.memory.loss import collect_token_losses
 from recipes.metrics.processor import StripedMetrics
-from recipes.parallel.ring_group import give_ring_its_group
+from recipes.parallel.ring import give_ring_its_group
 from recipes.parallel.startup_check import run_startup_check
 from recipes.process import preemption
 from recipes.process.restarts import own_store

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
-from recipes.config.load import load_config
+from recipes.preflight import load_config
 from recipes.data import build_dataloader, packing_stats
 from recipes.train import spec as train_spec
 from recipes.models.llama3.args import FLAVORS

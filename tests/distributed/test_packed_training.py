@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from recipes.config.load import load_config
+from recipes.preflight import load_config
 from recipes.train import spec as train_spec
 from recipes.train.trainer import StripedTrainer
 from tests.helpers.launch import run_ranks

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from recipes.config.load import load_config
+from recipes.preflight import load_config
 from recipes.train import spec as train_spec
 from recipes.train.trainer import StripedTrainer
 from tests.helpers.launch import run_ranks

@@ -12,7 +12,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 
 from recipes.data.batch import BatchSharder, plain_loss
-from recipes.config.load import load_config
+from recipes.preflight import load_config
 from recipes.config.schema import StripedJobConfig
 from recipes.models.llama3.args import FLAVORS
 from recipes.models.llama3.model import Transformer

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components import metrics as titan_metrics
 from torchtitan.protocols import train_spec as titan_train_spec
 
-from recipes.config.load import load_config
+from recipes.preflight import load_config
 from recipes.train import spec as train_spec
 from recipes.train.trainer import StripedTrainer
 

@@ -9,8 +9,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2, metadata
 
-from recipes.config.load import load_config
 from recipes.data import build_dataloader
+from recipes.preflight import load_config
 from recipes.train.spec import build_hf_tokenizer
 from tests.helpers.runs import RECIPE, ROOT, Run, train
 from tests.integration.conftest import STEPS

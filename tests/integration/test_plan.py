@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from recipes.config.load import load_config
 from recipes.planner.hardware import GPUS
 from recipes.planner.log import plan_line, plan_of_run
+from recipes.preflight import load_config
 from tests import ROOT
 
 CONFIGS = sorted(ROOT.glob("train_configs/llama3_*.toml"))

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from recipes.config.load import load_config
+from recipes.preflight import load_config
 from recipes.weights.export import hf_config
 from tests.helpers.hf_models import ROPE, load_model, make_model, save_model
 from tests.helpers.runs import RECIPE, ROOT, TINY, train

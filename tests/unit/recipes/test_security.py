@@ -9,7 +9,7 @@ import yaml
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 
 from recipes.checkpoint.files import load_without_code
-from recipes.config.load import load_config
+from recipes.preflight import load_config
 from tests import ROOT
 
 PRODUCT = [
@@ -37,7 +37,7 @@ def test_who_starts_the_run_may_import() -> None:
 
 
 def test_nothing_is_unpickled_but_the_index_of_a_checkpoint() -> None:
-    """`checkpoint_files` restricts what that may name; tests/unit/recipes/preflight/test_bad_input.py tries it."""
+    """`recipes.checkpoint.files` restricts what that may name; test_bad_input.py tries it."""
     uses = {
         file.relative_to(ROOT).as_posix()
         for file in PRODUCT

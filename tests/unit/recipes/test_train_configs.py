@@ -18,7 +18,6 @@ from torchtitan.distributed import ParallelDims
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from recipes.checkpoint import files as checkpoint_files
-from recipes.config.load import load_config
 from recipes.memory import offload
 from recipes.models.llama3.args import FLAVORS
 from recipes.models.llama3.model import Transformer
@@ -27,6 +26,7 @@ from recipes.models.llama3.rope import attention_temperature, inverse_frequencie
 from recipes.planner.footprint import plan_memory
 from recipes.planner.hardware import GPUS
 from recipes.planner.settings import run_from_config
+from recipes.preflight import load_config
 from recipes.preflight import weights as checks
 from tests import ROOT
 from tests.unit.recipes.models.llama3.test_rope import hugging_face_config
@@ -94,9 +94,9 @@ def test_builds_for_its_ranks(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(offload, "host_memory_available", lambda: 2**40)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**50))
-    # Not 800 GB of weights: tests/unit/recipes/preflight/test_weights.py has what is checked of them.
+    # Not 800 GB of weights: preflight/test_weights.py has what is checked of them.
     monkeypatch.setattr(checks, "loads_hf", lambda config: False)
-    # Nor the checkpoint of the stage before: tests/unit/recipes/preflight/test_bad_input.py.
+    # Nor the checkpoint of the stage before: preflight/test_bad_input.py.
     monkeypatch.setattr(checkpoint_files, "checkpoint_to_load", lambda config: None)
     put_files_in_place(settings_of(name))
     ranks = launched_ranks(name)

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from recipes.checkpoint.saving import forget_unfinished_start
-from recipes.config.load import load_config
 from recipes.config.schema import StripedJobConfig
+from recipes.preflight import load_config
 from recipes.preflight.evaluation import check_has_weights
 from recipes.train.evaluate import step_to_load
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from recipes.config.load import load_config
 from recipes.config.schema import StripedJobConfig
 from recipes.models.llama3.args import FLAVORS
+from recipes.preflight import load_config
 from tests import ROOT
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from recipes.config.load import load_config
 from recipes.data.batch import BatchSharder
+from recipes.preflight import load_config
 from striped_cp import Striped
 
 

@@ -8,10 +8,10 @@ import pytest
 from datasets import load_dataset
 from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataset
 
-from recipes.config.load import load_config
 from recipes.data import build_dataloader
 from recipes.data.shards import MANIFEST, ShardFolder, write_json, write_shard
 from recipes.data.tokens import encode, tokenizer_identity
+from recipes.preflight import load_config
 from tests.helpers.documents import NumberTokenizer, fingerprint, job, number_documents, write_jsonl
 
 LENGTHS = [30, 5, 12, 90, 7, 7, 41, 16, 3, 25, 64, 10]

@@ -9,7 +9,6 @@ import pytest
 from torch.utils.tensorboard import SummaryWriter
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
-from recipes.config.load import load_config
 from recipes.data.sources import FileSource
 from recipes.evaluation import results as report
 from recipes.evaluation.evaluator import lengths_of, make_samples, summarize_tasks
@@ -17,6 +16,7 @@ from recipes.evaluation.haystack import Encoder, Haystack, insert
 from recipes.evaluation.scorer import Scores
 from recipes.evaluation.tasks import TASKS, Sample
 from recipes.evaluation.text import TextScores, buckets, score_text, summarize, windows
+from recipes.preflight import load_config
 from tests import ROOT
 
 CORPUS = ROOT / "assets" / "corpus" / "austen.jsonl.gz"

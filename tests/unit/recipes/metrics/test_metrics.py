@@ -12,7 +12,6 @@ from torch import nn
 from torchtitan.models.utils import get_dense_model_nparams_and_flops
 from torchtitan.tools.logging import logger
 
-from recipes.config.load import load_config
 from recipes.memory.loss import LossHead, build_loss, collect_token_losses
 from recipes.metrics import processor, ring_clock
 from recipes.metrics.charts import custom_scalars, twins
@@ -23,6 +22,7 @@ from recipes.metrics.progress import signs_of_life
 from recipes.metrics.ring_clock import HostRingClock
 from recipes.metrics.summary import Summary, Work
 from recipes.models.llama3.args import FLAVORS
+from recipes.preflight import load_config
 
 IGNORE = -100
 
@@ -96,7 +96,7 @@ def test_a_pipeline_stage_without_losses_adds_nothing():
 
 @pytest.mark.parametrize("chunk_tokens", [0, 5])
 def test_token_losses_are_those_of_the_loss(chunk_tokens):
-    from recipes.config.load import load_config
+    from recipes.preflight import load_config
 
     torch.manual_seed(0)
     hidden, labels = torch.randn(2, 7, 4), torch.randint(0, 11, (2, 7))

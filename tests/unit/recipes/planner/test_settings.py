@@ -2,7 +2,6 @@
 
 import pytest
 
-from recipes.config.load import load_config
 from recipes.models.shapes import SHAPES
 from recipes.planner.balance import slowest_pairs, with_documents
 from recipes.planner.hardware import GPUS, find_network_gb_s
@@ -11,6 +10,7 @@ from recipes.planner.run import Levers, Run
 from recipes.planner.search import search
 from recipes.planner.settings import run_from_config, settings_of
 from recipes.planner.step_time import plan_time, tile_pairs
+from recipes.preflight import load_config
 from striped_cp.layout import Contiguous, HeadTail, Striped
 
 H100 = GPUS["h100"]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.config.load import load_config
+from recipes.preflight import load_config
 
 PP2 = "--parallelism.pipeline_parallel_degree 2 --training.local_batch_size 4"
 TP2 = "--parallelism.tensor_parallel_degree 2"

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from recipes.config.load import load_config
 from recipes.config.schema import StripedJobConfig
 from recipes.config.types import InvalidSetting, check_table
 from recipes.data.records import SUFFIXES, BadDocument, read_records
+from recipes.preflight import load_config
 
 SECTIONS = ("training", "parallelism", "striped_cp", "checkpoint", "rope", "optimizer", "new")
 KEYS = ("seq_len", "steps", "context_parallel_degree", "folder", "theta", "lr", "enable", "x-y")

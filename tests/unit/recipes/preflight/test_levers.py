@@ -2,8 +2,8 @@
 
 import pytest
 
-from recipes.config.load import load_config
 from recipes.memory import offload
+from recipes.preflight import load_config
 from recipes.preflight.levers import check_host_memory, offloaded_bytes_per_rank
 
 CONFIG = ["--job.config_file", "train_configs/debug_cpu.toml"]

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from recipes.config.load import load_config
 from recipes.models.llama3.args import FLAVORS
 from recipes.models.llama3.model_config import model_fields
+from recipes.preflight import load_config
 from recipes.preflight.weights import check_config_json
 from tests.helpers.hf_models import ROPE, make_model, save_model
 

@@ -8,10 +8,10 @@ from torchtitan.models.llama3.model import model as titan
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
 from torchtitan.models.llama3.model.args import TransformerModelArgs as TitanArgs
 
-from recipes.config.load import load_config
 from recipes.config.schema import Rope
 from recipes.models.llama3.args import FLAVORS
 from recipes.models.llama3.model import InnerAttention, Transformer
+from recipes.preflight import load_config
 from striped_cp import Documents
 
 
