@@ -11,12 +11,10 @@ says what is modelled and how far it can be trusted.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import shlex
 import signal
 import sys
-import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +27,6 @@ ROOT = Path(__file__).resolve().parent.parent
 def main(argv: list[str]) -> int:
     args, overrides = parser().parse_known_args(argv)
     sys.path.insert(0, str(ROOT))
-    counts_tiles = args.layout or args.documents is not None
-    skip_slow_imports(without_torch=not counts_tiles)
     try:
         text, fits = report(args, overrides)
     except ValueError as error:
@@ -57,25 +53,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--write", metavar="X.toml", help="write the best of --search")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
-
-
-def skip_slow_imports(without_torch: bool) -> None:
-    """Keep the packages of the settings from importing torch and all of torchtitan: 4 seconds.
-
-    Reading a TOML takes torchtitan's dataclasses and this project's layouts. None of them computes
-    anything with torch, but their packages import it. So the packages are put in place without
-    running their `__init__`, and `torch` as a name for annotations. Counting the tiles of packed
-    documents does use torch.
-    """
-    for name in ("torchtitan", "recipes", "striped_cp"):
-        spec = importlib.util.find_spec(name)
-        package = types.ModuleType(name)
-        package.__path__ = list(getattr(spec, "submodule_search_locations", []))
-        sys.modules[name] = package
-    if without_torch:
-        torch = types.ModuleType("torch")
-        torch.__getattr__ = lambda name: object  # type: ignore[method-assign]
-        sys.modules["torch"] = torch
 
 
 def report(args: argparse.Namespace, overrides: list[str]) -> tuple[str, bool]:
