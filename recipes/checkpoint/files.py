@@ -5,6 +5,7 @@ last: a folder without it is a save that did not finish. Only `.metadata` is rea
 """
 
 import io
+import json
 import pickle
 import re
 from pathlib import Path
@@ -19,6 +20,8 @@ from recipes.config.schema import StripedJobConfig
 from recipes.config.types import InvalidSetting
 
 METADATA = ".metadata"
+# Beside the steps: where the line of training that they belong to began.
+BRANCH = "branch.json"
 # All that a checkpoint's `.metadata` names. torch reads it with plain pickle, which runs whatever
 # a file names: a folder from elsewhere is read with this list first.
 _KNOWN = {
@@ -63,15 +66,34 @@ def checkpoint_to_load(config: StripedJobConfig) -> ToLoad | None:
         if not path or checkpoint.initial_load_in_hf:
             return None
         return ToLoad(Path(path), checkpoint.initial_load_model_only)
-    step = checkpoint.load_step
+    step = step_to_load(config)
     whole = finished_steps(folder)
-    if step == -1:
-        step = max(whole, default=-1)
-    elif step not in whole:
+    if step != -1 and step not in whole:
         allowed = f"-1 for the latest, or one of {sorted(whole)}" if whole else "-1"
         why = f"no finished checkpoint {folder / f'step-{step}'}"
         raise InvalidSetting("checkpoint.load_step", step, why, allowed)
     return None if step == -1 else ToLoad(folder / f"step-{step}", step == 0)
+
+
+def step_to_load(config: StripedJobConfig) -> int:
+    """The step of the run's own checkpoints that it will load; -1: there is none."""
+    folder = Path(config.job.dump_folder, config.checkpoint.folder)
+    step = config.checkpoint.load_step
+    if step != -1 and (config.checkpoint.load_only or not branch_goes_on(folder, step)):
+        return step
+    return max(finished_steps(folder), default=-1)
+
+
+def branch_goes_on(folder: Path, step: int) -> bool:
+    """Whether the checkpoints in `folder` are those of a run that began at `step` of another.
+
+    Then checkpoint.load_step = `step` has been obeyed: the same command, started again, goes on.
+    """
+    try:
+        begun_at = json.loads((folder / BRANCH).read_text())["load_step"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
+    return begun_at == step and bool(finished_steps(folder))
 
 
 def under_way(config: StripedJobConfig) -> bool:
@@ -84,21 +106,26 @@ def under_way(config: StripedJobConfig) -> bool:
     return bool(saved) or config.checkpoint.load_step != -1
 
 
+def step_folders(folder: Path) -> dict[int, Path]:
+    """The folders whose name is `step-N` and nothing more, whole or not, by N."""
+    names = (
+        (re.fullmatch(r"step-(0|[1-9]\d*)", path.name), path) for path in folder.glob("step-*")
+    )
+    return {int(name[1]): path for name, path in names if name and path.is_dir()}
+
+
 def finished_steps(folder: Path) -> set[int]:
     """Steps of the checkpoints in `folder` that were written to their end."""
-    return _steps_with(METADATA, folder)
+    return {n for n, path in step_folders(folder).items() if (path / METADATA).is_file()}
 
 
 def exported_steps(folder: Path) -> set[int]:
-    """Steps that lie in `folder` as an export to Hugging Face alone, with nothing to go on from."""
-    return _steps_with("model.safetensors.index.json", folder) - finished_steps(folder)
+    """Steps that lie in `folder` as an export to Hugging Face alone, with nothing to go on from.
 
-
-def _steps_with(file_name: str, folder: Path) -> set[int]:
-    names = (
-        re.fullmatch(r"step-(\d+)", file.parent.name) for file in folder.glob(f"*/{file_name}")
-    )
-    return {int(name[1]) for name in names if name}
+    `config.json` is written last: an export without it did not finish.
+    """
+    exports = {n for n, path in step_folders(folder).items() if (path / "config.json").is_file()}
+    return exports - finished_steps(folder)
 
 
 def check_checkpoint_files(config: StripedJobConfig) -> None:
@@ -124,7 +151,7 @@ def check_checkpoint_files(config: StripedJobConfig) -> None:
 def _check_initial(config: StripedJobConfig) -> None:
     """torchtitan 0.2.2 loads what a run starts from only where there is no checkpoint folder.
 
-    Training removes one without a finished checkpoint (`recipes.checkpoint.saving`), unless it
+    Training removes one without a finished checkpoint (`recipes.checkpoint.manager`), unless it
     saves nothing.
     """
     checkpoint = config.checkpoint

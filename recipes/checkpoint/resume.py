@@ -18,12 +18,23 @@ _KEYS = {
 }
 
 
-def hold_to_settings(optimizers: OptimizersContainer, schedulers: LRSchedulersContainer) -> None:
+def hold_to_settings(
+    optimizers: OptimizersContainer,
+    schedulers: LRSchedulersContainer,
+    steps: int,
+    steps_before: int,
+) -> None:
     """Give the optimizers the settings they were made with, at the schedule's present step.
 
     One line in the log says what differs from the checkpoint.
+
+    Args:
+        steps: training.steps.
+        steps_before: that of the run that wrote the checkpoint.
     """
     changes: dict[str, str] = {}
+    if steps != steps_before:
+        changes["training.steps"] = f"training.steps = {steps}, was {steps_before}"
     for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
         settings = {**optimizer.defaults, "initial_lr": optimizer.defaults["lr"]}
         scheduler.base_lrs = [settings["lr"]] * len(optimizer.param_groups)

@@ -5,7 +5,7 @@ from typing import Any
 
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
-from recipes.checkpoint.files import exported_steps, finished_steps, under_way
+from recipes.checkpoint.files import branch_goes_on, exported_steps, finished_steps, under_way
 from recipes.config.schema import StripedJobConfig
 from recipes.config.types import InvalidSetting
 from recipes.models.llama3.args import FLAVORS
@@ -109,7 +109,7 @@ def _check_resume(config: StripedJobConfig) -> None:
         return
     native, exported = finished_steps(folder), exported_steps(folder)
     step = checkpoint.load_step
-    if step == -1:
+    if step == -1 or branch_goes_on(folder, step):
         step = max(native | exported, default=-1)
     if step in exported:
         allowed = f"one of {sorted(native)}" if native else "none: start with another dump_folder"

@@ -23,7 +23,7 @@ import torch
 from torch.distributed.checkpoint import CheckpointException
 from torchtitan.tools.logging import logger
 
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 # How long a rank waits for torchrun to stop it, once another rank has failed.
 _GRACE_SECONDS = 10
 # What gloo and NCCL (torch 2.13) say when the other end of a connection is gone.

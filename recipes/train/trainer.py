@@ -10,15 +10,17 @@ import time
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
+import torchtitan.train as titan_train
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
-from torchtitan.train import Trainer
 
-from recipes.checkpoint import saving
+from recipes.checkpoint.manager import StripedCheckpoints
 from recipes.checkpoint.resume import hold_to_settings
 from recipes.config.schema import StripedJobConfig
 from recipes.data.batch import BatchSharder, Microbatch, plain_loss
@@ -36,12 +38,14 @@ from recipes.train.versions import versions
 from recipes.weights.export import finish_export
 
 
-class StripedTrainer(Trainer):
+class StripedTrainer(titan_train.Trainer):
     job_config: StripedJobConfig
+    checkpointer: StripedCheckpoints
     metrics_processor: StripedMetrics
 
     def __init__(self, job_config: StripedJobConfig) -> None:
-        super().__init__(job_config)
+        with mock.patch.object(titan_train, "CheckpointManager", StripedCheckpoints):
+            super().__init__(job_config)
         self.sharder = BatchSharder(job_config, self.parallel_dims)
         self.evaluation: PeriodicEvaluation | None = None
         if job_config.evaluation.enable:
@@ -50,6 +54,14 @@ class StripedTrainer(Trainer):
                 job_config, self.tokenizer, self.parallel_dims, model
             )
         self.first_step: int | None = None
+        self.steps_before: int | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "steps": self.job_config.training.steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.steps_before = state_dict["steps"]
 
     def init_distributed(self) -> ParallelDims:
         training = self.job_config.training
@@ -72,13 +84,14 @@ class StripedTrainer(Trainer):
             self._begin()
         more = super().should_continue_training()
         if more and preemption.agreed(self.device):
-            saving.save_and_leave(self.checkpointer, self.step, self.step > self.first_step)
+            self.checkpointer.save_and_leave(self.step, self.step > self.first_step)
         return more
 
     def _begin(self) -> None:
         """Between loading and the first step, where torchtitan has no place for it."""
         self.first_step = self.step
-        hold_to_settings(self.optimizers, self.lr_schedulers)
+        steps = self.job_config.training.steps
+        hold_to_settings(self.optimizers, self.lr_schedulers, steps, self.steps_before or steps)
         if self.step >= self.job_config.training.steps:
             logger.warning(
                 f"nothing to train: step {self.step} is done, training.steps = "
@@ -86,7 +99,6 @@ class StripedTrainer(Trainer):
             )
 
     def train(self) -> None:
-        saving.forget_unfinished_start(self.checkpointer)
         super().train()
         checkpoint = self.job_config.checkpoint
         if checkpoint.enable and checkpoint.last_save_in_hf:
@@ -156,8 +168,6 @@ class StripedTrainer(Trainer):
         )
         if saves or self.metrics_processor.should_log(self.step):
             check_finite(self.checkpointer, self.step, grad_norm.item())
-        if saves:
-            saving.begin_overwriting(self.checkpointer, self.step)
 
     def _next_microbatches(
         self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]

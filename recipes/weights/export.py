@@ -62,7 +62,6 @@ def write_assets(folder: Path, config: StripedJobConfig, dtype: str) -> None:
     assets = Path(config.model.hf_assets_path)
     source = read_json(assets / "config.json") if (assets / "config.json").is_file() else {}
     hf = hf_config(config, source, dtype)
-    _write_json(folder / "config.json", hf)
     if (assets / "generation_config.json").is_file():
         shutil.copyfile(assets / "generation_config.json", folder / "generation_config.json")
     else:
@@ -77,6 +76,9 @@ def write_assets(folder: Path, config: StripedJobConfig, dtype: str) -> None:
         # transformers warns of longer texts than this.
         settings["model_max_length"] = max(settings.get("model_max_length", 0), longest)
         _write_json(folder / "tokenizer_config.json", settings)
+    # Last, and at once: the mark of a finished export.
+    _write_json(folder / "config.json.part", hf)
+    (folder / "config.json.part").rename(folder / "config.json")
 
 
 def hf_config(config: StripedJobConfig, source: dict[str, Any], dtype: str) -> dict[str, Any]:

@@ -8,8 +8,9 @@ from unittest import mock
 import pytest
 from torch.distributed.checkpoint import FileSystemWriter
 
+from recipes.checkpoint.files import finished_steps
 from tests.helpers.launch import run_ranks
-from tests.helpers.training import ROWS, SEQ_LEN, Job, train
+from tests.helpers.training import ROWS, SEQ_LEN, Job, make_trainer, train
 
 CP = "--parallelism.context_parallel_degree"
 TP = "--parallelism.tensor_parallel_degree"
@@ -105,3 +106,33 @@ def test_killed_while_saving(saved, tmp_path: Path) -> None:
     assert sorted(resumed) == [3, 4, 5]
     for step, loss in resumed.items():
         assert loss == pytest.approx(losses[step], rel=1e-4)
+
+
+def validate_and_save(job: Job) -> list[int]:
+    trainer = make_trainer(job)
+    trainer.validator.validate(trainer.model_parts, 1)
+    trainer.checkpointer.save(1, last_step=True)
+    return sorted(finished_steps(Path(trainer.checkpointer.folder)))
+
+
+@pytest.mark.parametrize("layout", [(CP, "2"), (PP, "2")], ids=["cp2", "pp2"])
+def test_a_save_right_after_a_forward_pass(layout: tuple[str, ...], tmp_path: Path) -> None:
+    job = Job(str(tmp_path), ("--checkpoint.enable", *layout))
+    assert run_ranks(2, validate_and_save, job) == [[1], [1]]
+
+
+def test_a_branch_goes_on_and_keeps_what_is_not_its_own(saved, tmp_path: Path) -> None:
+    folder, losses = saved
+    checkpoints = tmp_path / "checkpoint"
+    shutil.copytree(folder / "checkpoint", checkpoints)
+    shutil.copytree(checkpoints / "step-4", checkpoints / "step-4-best")
+    command = (CP, "2", "--checkpoint.load_step", "2", "--checkpoint.keep_latest_k", "2")
+    assert sorted(run(2, tmp_path, *command)) == [3, 4, 5]
+    aside = sorted(path.name for path in (checkpoints / "before-1").iterdir())
+    assert aside == ["step-4", "step-5"]
+    # As if it had been stopped before its last step: the same command goes on from there.
+    shutil.rmtree(checkpoints / "step-5")
+    resumed = run(2, tmp_path, *command)
+    assert resumed == {5: pytest.approx(losses[5], rel=1e-4)}
+    assert (checkpoints / "step-4-best").is_dir()
+    assert sorted(path.name for path in (checkpoints / "before-1").iterdir()) == aside

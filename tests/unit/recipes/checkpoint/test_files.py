@@ -1,15 +1,18 @@
 """Which checkpoint a run loads when a save did not finish: only finished ones count."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from recipes.checkpoint.saving import forget_unfinished_start
+from recipes.checkpoint.files import (
+    exported_steps,
+    finished_steps,
+    step_folders,
+    step_to_load,
+)
 from recipes.config.schema import StripedJobConfig
 from recipes.preflight import load_config
 from recipes.preflight.evaluation import check_has_weights
-from recipes.train.evaluate import step_to_load
 
 
 def read(folder: Path, *settings: str, world_size: int | None = None) -> StripedJobConfig:
@@ -55,8 +58,19 @@ def test_an_unfinished_save_alone_is_nothing_to_measure(tmp_path: Path) -> None:
         check_has_weights(read(tmp_path))
 
 
-def test_a_run_that_saves_nothing_removes_nothing(tmp_path: Path) -> None:
-    path = unfinished(tmp_path, 10)
-    checkpointer = SimpleNamespace(enable=True, load_only=True, folder=str(path.parent))
-    forget_unfinished_start(checkpointer)
-    assert path.is_dir()
+@pytest.mark.parametrize("name", ["step-2-best", "my-step-2", "step-02", "step-2.old", "step-"])
+def test_only_step_n_is_a_checkpoint(tmp_path: Path, name: str) -> None:
+    for step in ("step-1", name):
+        path = tmp_path / step
+        path.mkdir()
+        for file in (".metadata", "config.json"):
+            (path / file).touch()
+    assert set(step_folders(tmp_path)) == finished_steps(tmp_path) == {1}
+
+
+def test_an_export_without_its_last_file_is_none(tmp_path: Path) -> None:
+    for step in (1, 2):
+        (tmp_path / f"step-{step}").mkdir()
+        (tmp_path / f"step-{step}" / "model.safetensors.index.json").touch()
+    (tmp_path / "step-1" / "config.json").touch()
+    assert exported_steps(tmp_path) == {1}
