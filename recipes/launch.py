@@ -5,14 +5,11 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-import torch
-from torch.distributed.checkpoint import CheckpointException
-from torchtitan.tools.logging import logger
-
 from recipes.config.schema import StripedJobConfig
 from recipes.preflight import load_config
-from recipes.process import faults
+from recipes.process import faults, preemption
 from recipes.process.console import init_console
+from recipes.titan import logger
 
 
 def main(args: Sequence[str]) -> None:
@@ -32,18 +29,19 @@ def main(args: Sequence[str]) -> None:
             traceback.print_exception(error)
         refuse(str(error), rank)
     init_console(config, rank, world_size)
-    # After the settings: these imports take seconds.
-    from recipes.process import preemption
-
     preemption.listen()
+    # After the settings: these imports take seconds.
+    import torch.distributed as dist
+    from torch.distributed.checkpoint import CheckpointException
+
     try:
         _train(config)
     except preemption.Preempted as stop:
-        torch.distributed.destroy_process_group()
+        dist.destroy_process_group()
         faults.end(stop.message, preemption.EXIT_STATUS)
     except (Exception, CheckpointException) as error:
         faults.leave(error, rank, debug)
-    torch.distributed.destroy_process_group()
+    dist.destroy_process_group()
 
 
 def _train(config: StripedJobConfig) -> None:

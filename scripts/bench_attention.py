@@ -26,15 +26,12 @@ import os
 import sys
 from itertools import product
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-from bench import distributed, end_to_end, virtual
-from bench.case import DTYPES, Case
-from bench.plot import plot, require_matplotlib
-from bench.report import Row, rows_of, table, write_json
+if TYPE_CHECKING:
+    from bench.report import Row
 
-from striped_cp.kernels import KERNELS
-from striped_cp.layout import layout_from_spec
+# The modules that measure are imported where they are used: --help is not to wait for torch.
 
 # Options that describe one attention call, which a training job describes in its TOML.
 ATTENTION_ALONE = [
@@ -77,12 +74,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--heads", type=positive, default=8)
     parser.add_argument("--kv-heads", type=positive, default=2)
     parser.add_argument("--head-dim", type=positive, default=64)
-    parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     parser.add_argument(
         "--layouts", default="striped,headtail,contiguous", help="also striped:BLOCK_SIZE"
     )
     parser.add_argument("--documents", type=integers, help="lengths that sum to S")
-    parser.add_argument("--kernel", choices=["auto", *KERNELS], default="auto")
+    parser.add_argument("--kernel", default="auto", help="of striped_cp.kernels, or auto")
     parser.add_argument("--rotate-method", choices=["ring", "allgather"], default="ring")
     parser.add_argument("--repeats", type=positive, default=5)
     parser.add_argument(
@@ -102,7 +99,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def world_sizes(arguments: argparse.Namespace) -> tuple[int, ...]:
-    if not distributed.under_torchrun():
+    if "RANK" not in os.environ:
         return arguments.world_size or (2,)
     size = int(os.environ["WORLD_SIZE"])
     if arguments.mode != "distributed" or arguments.world_size not in (None, (size,)):
@@ -113,6 +110,13 @@ def world_sizes(arguments: argparse.Namespace) -> tuple[int, ...]:
 
 
 def measure_attention(arguments: argparse.Namespace) -> list[Row]:
+    import torch.distributed as dist
+    from bench import distributed, virtual
+    from bench.case import Case
+    from bench.report import rows_of
+
+    from striped_cp.layout import layout_from_spec
+
     layouts = {name: layout_from_spec(name) for name in arguments.layouts.split(",")}
     cases = [
         Case(
@@ -144,6 +148,10 @@ def measure_attention(arguments: argparse.Namespace) -> list[Row]:
 
 
 def measure_training(arguments: argparse.Namespace) -> list[Row]:
+    from bench import end_to_end
+
+    from striped_cp.layout import layout_from_spec
+
     layouts = arguments.layouts.split(",")
     for layout in layouts:
         layout_from_spec(layout)
@@ -162,11 +170,15 @@ def measure_training(arguments: argparse.Namespace) -> list[Row]:
 
 def main() -> None:
     arguments = parse_arguments()
+    from bench.end_to_end import table as training_table
+    from bench.plot import plot, require_matplotlib
+    from bench.report import table, write_json
+
     if arguments.plot:
         require_matplotlib()
     if arguments.end_to_end:
         rows = measure_training(arguments)
-        print(end_to_end.table(rows))
+        print(training_table(rows))
     else:
         rows = measure_attention(arguments)
         if not rows:

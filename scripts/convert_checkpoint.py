@@ -21,7 +21,6 @@ def main(argv: list[str]) -> int:
     args, overrides = parser().parse_known_args(argv)
     sys.path.insert(0, str(ROOT))
     # After the arguments: these imports take seconds.
-    import recipes  # noqa: F401  (before torchtitan: it chooses the device)
     from recipes.preflight import load_config
     from recipes.preflight.weights import take_rope
     from recipes.weights.export import convert_checkpoint

@@ -8,19 +8,20 @@ Arrow files and a manifest. A preparation that was interrupted goes on when the 
 given again; only a folder with a manifest is finished, and training refuses any other.
 """
 
+from __future__ import annotations
+
 import argparse
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from tqdm import tqdm
 
-from recipes.data.files import find_files
-from recipes.data.prepare import Result, Settings, clear, prepare
 from recipes.data.records import SUFFIXES, BadDocument
-from recipes.data.shards import ShardFolder
-from recipes.data.statistics import length_histogram, packing_efficiency
+
+if TYPE_CHECKING:
+    from recipes.data.prepare import Result
 
 _SHOWN_BAD = 20
 
@@ -76,6 +77,9 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    # Imported late, here and below: --help is not to wait for them.
+    from recipes.data.prepare import Settings, clear, prepare
+
     settings = Settings(
         files=_input_files(args.inputs),
         text_column=args.text_column,
@@ -93,6 +97,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _input_files(inputs: list[str]) -> list[Path]:
+    from recipes.data.files import find_files
+
     files: dict[Path, None] = {}
     for path in inputs:
         try:
@@ -106,12 +112,14 @@ class _Progress:
     """A bar over the bytes of the input, with counts of documents and tokens."""
 
     def __init__(self, files: list[Path]) -> None:
+        from tqdm import tqdm
+
         sizes = [file.stat().st_size for file in files]
         self._before = [0, *np.cumsum(sizes).tolist()]
         self._bar = tqdm(total=self._before[-1], unit="B", unit_scale=True, mininterval=0.5)
         self._documents = self._tokens = self._bad = 0
 
-    def __enter__(self) -> "_Progress":
+    def __enter__(self) -> _Progress:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -133,6 +141,9 @@ class _Progress:
 
 def print_summary(folder: Path, seq_lens: list[int]) -> None:
     """Print what the folder holds and how well it packs."""
+    from recipes.data.shards import ShardFolder
+    from recipes.data.statistics import length_histogram, packing_efficiency
+
     shards = ShardFolder(folder)
     lengths = shards.lengths()
     total = int(lengths.sum())

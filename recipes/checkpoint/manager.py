@@ -11,8 +11,6 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.checkpoint import MODEL, CheckpointManager
-from torchtitan.tools.logging import logger
-from torchtitan.tools.utils import device_module
 
 from recipes.checkpoint.files import (
     BRANCH,
@@ -22,6 +20,7 @@ from recipes.checkpoint.files import (
     step_folders,
 )
 from recipes.process.preemption import Preempted
+from recipes.titan import device_module, logger
 
 
 class StripedCheckpoints(CheckpointManager):

@@ -6,7 +6,8 @@ the TOML the old learning rate, betas, eps and weight decay would stay, silently
 
 from torchtitan.components.lr_scheduler import LRSchedulersContainer
 from torchtitan.components.optimizer import OptimizersContainer
-from torchtitan.tools.logging import logger
+
+from recipes.titan import logger
 
 # By the optimizer's name for it. "Adam" and "AdamW" differ in one setting (torch 2.13).
 _KEYS = {

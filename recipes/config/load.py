@@ -14,10 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from torchtitan.config import ConfigManager
-
 from recipes.config.schema import StripedJobConfig
 from recipes.config.types import CannotRun, InvalidSetting, check_options, check_table
+from recipes.titan import ConfigManager
 
 if sys.version_info >= (3, 11):
     import tomllib

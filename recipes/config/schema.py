@@ -7,7 +7,7 @@ a file into it.
 from dataclasses import dataclass, field
 from typing import Literal
 
-from torchtitan.config import job_config as titan
+from recipes.titan import job_config as titan
 
 
 @dataclass

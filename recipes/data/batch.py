@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torchtitan.distributed import ParallelDims
 
 from recipes.config.schema import StripedJobConfig, compiles_model
 from recipes.models.llama3.args import FLAVORS
 from recipes.parallel.ring import layout_of
+from recipes.titan import ParallelDims
 from striped_cp import Documents, Layout, shard_sequence
 
 

@@ -1,4 +1,4 @@
-"""The source of documents that `dataset` and its companions in a section name."""
+"""The source of documents that a section names, and the loader of its batches."""
 
 from functools import partial
 from itertools import islice
@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-from torchtitan.hf_datasets.text_datasets import DATASETS
 
 from recipes.data.files import digest
+from recipes.data.loader import DocumentLoader
 from recipes.data.records import Record
 from recipes.data.shards import is_shard_folder
 from recipes.data.sources import FileSource, HubSource, PreparedSource, Source
 from recipes.data.tokens import tokenizer_identity
+from recipes.titan import DATASETS
 
 SAMPLE = Path(__file__).parents[2] / "assets" / "corpus" / "austen.jsonl.gz"
 
@@ -74,3 +75,42 @@ def check_documents(source: Source, section: str, dp_degree: int) -> None:
         )
     if isinstance(documents[0], Record):
         documents[0].text()
+
+
+def build_dataloader(
+    dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any, infinite: bool = True
+) -> DocumentLoader:
+    """The loader of [training]: `build_dataloader_fn` of a torchtitan train spec.
+
+    Raises:
+        ValueError: the data does not fit this run.
+    """
+    return _build("training", dp_world_size, dp_rank, tokenizer, job_config, infinite)
+
+
+def build_validation_dataloader(
+    dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any, infinite: bool = False
+) -> DocumentLoader:
+    """The loader of [validation]; every `iter()` of it yields the same batches."""
+    return _build("validation", dp_world_size, dp_rank, tokenizer, job_config, infinite)
+
+
+def _build(
+    section: str, dp_degree: int, dp_rank: int, tokenizer: Any, config: Any, infinite: bool
+) -> DocumentLoader:
+    data = getattr(config, section)
+    source = build_source(config, section, tokenizer)
+    check_documents(source, section, dp_degree)
+    return DocumentLoader(
+        source,
+        tokenizer,
+        dp_rank=dp_rank,
+        dp_degree=dp_degree,
+        seq_len=data.seq_len,
+        batch_size=data.local_batch_size,
+        packing=config.documents.packing,
+        mask=config.documents.mask,
+        infinite=infinite,
+        num_workers=data.dataloader.num_workers,
+        prefetch_factor=data.dataloader.prefetch_factor or 2,
+    )

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torchtitan.components.dataloader import BaseDataLoader
 
 from recipes.data.packing import PACKERS, Packer, Pending
 from recipes.data.parallel import in_background, ordered_map
@@ -21,6 +20,7 @@ from recipes.data.records import Record
 from recipes.data.samples import Sample, build_sample, collate, padding_sample
 from recipes.data.sources import Cursor, Source
 from recipes.data.tokens import encode
+from recipes.titan import BaseDataLoader
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 

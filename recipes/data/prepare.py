@@ -30,6 +30,7 @@ from recipes.data.shards import (
     write_shard,
 )
 from recipes.data.tokens import encode, tokenizer_identity
+from recipes.titan import HuggingFaceTokenizer
 
 # A worker's portion: so many documents or bytes of a file, whichever comes first.
 _CHUNK_DOCUMENTS = 64
@@ -118,7 +119,6 @@ def clear(output: Path) -> None:
 def load_tokenizer(path: str) -> Any:
     """torchtitan's tokenizer, the one that training uses."""
     # Imported late: it takes torch along, which --help has no need of.
-    from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
     try:
         return HuggingFaceTokenizer(path)

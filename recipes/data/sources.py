@@ -14,11 +14,11 @@ from typing import Any, Protocol
 import datasets
 import numpy as np
 from datasets.distributed import split_dataset_by_node
-from torchtitan.tools.logging import logger
 
 from recipes.data.files import digest, files_identity, find_files
 from recipes.data.records import BadDocument, Record, read_records
 from recipes.data.shards import ShardFolder
+from recipes.titan import logger
 
 Cursor = dict[str, Any]
 

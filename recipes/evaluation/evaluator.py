@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 import numpy as np
 import torch.distributed as dist
 from torch import nn
-from torchtitan.distributed import ParallelDims
 from tqdm import tqdm
 
 from recipes.config.schema import StripedJobConfig
@@ -15,6 +14,7 @@ from recipes.evaluation.haystack import Encoder, Haystack
 from recipes.evaluation.scorer import Scorer
 from recipes.evaluation.tasks import TASKS, Sample
 from recipes.evaluation.text import TextScores, score_text, summarize
+from recipes.titan import ParallelDims
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")

@@ -7,12 +7,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
-from torchtitan.distributed import ParallelDims
-from torchtitan.tools.logging import logger
 
 from recipes.config.schema import StripedJobConfig
 from recipes.evaluation import results as report
 from recipes.evaluation.evaluator import Evaluator
+from recipes.titan import ParallelDims, logger
 
 
 class PeriodicEvaluation:

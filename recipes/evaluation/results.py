@@ -3,14 +3,13 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib
 import numpy as np
-from matplotlib.figure import Figure
 from torch.utils.tensorboard import SummaryWriter
 
-matplotlib.use("Agg")  # no display
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def write(result: dict[str, Any], folder: Path, step: int, writer: SummaryWriter) -> list[Path]:
@@ -81,13 +80,18 @@ def _text_lines(text: dict[str, Any]) -> list[str]:
     return lines
 
 
-def draw(result: dict[str, Any]) -> Figure | None:
+def draw(result: dict[str, Any]) -> "Figure | None":
     """A heat-map of accuracy, depth by length, for every task with depths; None without one."""
     grids = {
         task: cells for task, cells in result["tasks"].items() if cells[0]["depth"] is not None
     }
     if not grids:
         return None
+    # Imported late: it is needed only to draw.
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    matplotlib.use("Agg")  # no display
     lengths, depths = result["lengths"], result["depths"]
     size = (1.5 + len(grids) * (1.6 + 0.7 * len(lengths)), 1.8 + 0.45 * len(depths))
     figure = Figure(figsize=size, layout="constrained")

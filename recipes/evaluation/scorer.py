@@ -8,13 +8,11 @@ import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torchtitan.distributed import ParallelDims
-from torchtitan.distributed import utils as dist_utils
-from torchtitan.tools.utils import device_type
 
 from recipes.config.schema import StripedJobConfig
 from recipes.data.batch import BatchSharder
 from recipes.parallel.ring import seq_len_divisor
+from recipes.titan import ParallelDims, device_type, dist_utils
 from striped_cp import unshard_sequence
 
 # Logits exist for this many tokens at a time: 0.5 GB in bfloat16 for Llama-3's vocabulary.

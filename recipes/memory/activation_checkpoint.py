@@ -23,10 +23,10 @@ from torch.utils.checkpoint import (
 from torchtitan.config.job_config import ActivationCheckpoint
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list
-from torchtitan.tools.logging import logger
 
 import striped_cp  # noqa: F401  (registers the operator)
 from recipes.memory.offload import CheckpointOffload, HostTensor
+from recipes.titan import logger
 
 # The ring, and what torch runs in its place when there is no context parallelism.
 ATTENTION_OPERATORS = frozenset(

@@ -20,9 +20,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel
-from torchtitan.components.loss import IGNORE_INDEX, LossFunction
-from torchtitan.config import JobConfig
-from torchtitan.tools.logging import logger
+
+from recipes.titan import IGNORE_INDEX, JobConfig, LossFunction, logger
 
 _collected: list[torch.Tensor] | None = None
 

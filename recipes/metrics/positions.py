@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torchtitan.components.loss import IGNORE_INDEX
 
 from recipes.metrics.reduce import sum_over
+from recipes.titan import IGNORE_INDEX
 
 # The first bucket: below it, loss is all about the beginning of a document.
 _FIRST_EDGE = 64

@@ -20,9 +20,6 @@ from torchtitan.components.metrics import (
     TensorBoardLogger,
     _get_metrics_rank,
 )
-from torchtitan.distributed import ParallelDims
-from torchtitan.tools.logging import logger
-from torchtitan.tools.utils import device_type
 
 from recipes.config.schema import StripedJobConfig
 from recipes.metrics.charts import custom_scalars, twins
@@ -40,6 +37,7 @@ from recipes.metrics.ring_clock import (
 from recipes.metrics.summary import Summary, Work
 from recipes.models.llama3.args import TransformerModelArgs
 from recipes.planner.log import plan_line, plan_of_run, plan_scalars, timeout_warning
+from recipes.titan import ParallelDims, device_type, logger
 from striped_cp import observe
 
 

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from torchtitan.tools.logging import logger
+from recipes.titan import logger
 
 SECONDS_BETWEEN_SIGNS = 60.0
 

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torchtitan.tools.utils import device_module
 
 from recipes.metrics.reduce import gather_over, max_over
+from recipes.titan import device_module
 from striped_cp import RingObserver
 from striped_cp.observe import Span
 

@@ -1,14 +1,17 @@
 """The ring that the settings name: its layout, the lengths that suit it, its process group."""
 
-import math
-from datetime import timedelta
+from __future__ import annotations
 
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-from torchtitan.distributed import ParallelDims
+import math
+from typing import TYPE_CHECKING
 
 from recipes.config.schema import StripedJobConfig
 from striped_cp.layout import Layout, Striped, layout_from_spec
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from recipes.titan import ParallelDims
 
 
 def layout_of(config: StripedJobConfig) -> Layout:
@@ -32,6 +35,9 @@ def give_ring_its_group(parallel_dims: ParallelDims, timeout: timedelta) -> None
     to point next to a collective on one NCCL communicator can hang. The mesh is replaced in
     torchtitan's own table, so that its time limits reach the new group too. All ranks call it.
     """
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
     mesh = parallel_dims.get_optional_mesh("cp")
     if mesh is None or mesh.size() < dist.get_world_size():
         return  # no ring, or one whose group is smaller than the world's, and its own

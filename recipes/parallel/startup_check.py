@@ -11,11 +11,10 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torchtitan.distributed import ParallelDims
-from torchtitan.tools.logging import logger
 
 from recipes.config.schema import StripedJobConfig
 from recipes.process import faults
+from recipes.titan import ParallelDims, logger
 from striped_cp.process_group import ProcessGroupRing
 
 # 256 KiB: on every kind of link latency and bandwidth both count.

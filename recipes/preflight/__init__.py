@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from recipes.config.load import read_config
 from recipes.config.schema import StripedJobConfig
-from recipes.preflight.checks import check_config, check_launch
 
 
 def load_config(args: Sequence[str], world_size: int | None = None) -> StripedJobConfig:
@@ -20,6 +19,9 @@ def load_config(args: Sequence[str], world_size: int | None = None) -> StripedJo
     """
 
     def check(config: StripedJobConfig) -> None:
+        # Imported late: it imports torch, and a misspelled key is found before.
+        from recipes.preflight.checks import check_config, check_launch
+
         check_config(config)
         if world_size is not None:
             check_launch(config, world_size)

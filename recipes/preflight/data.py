@@ -4,15 +4,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-from torchtitan.components.tokenizer import HuggingFaceTokenizer
-from torchtitan.hf_datasets.text_datasets import DATASETS
-
 from recipes.config.types import InvalidSetting
 from recipes.data.dataset import build_source, check_documents
 from recipes.data.files import find_files
 from recipes.data.records import SUFFIXES
 from recipes.data.shards import is_shard_folder
 from recipes.preflight.data_resume import check_checkpoint
+from recipes.titan import DATASETS, HuggingFaceTokenizer
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+")
 _NAMES = '"sample", "local" with dataset_path, {}, or owner/name of a Hugging Face dataset'

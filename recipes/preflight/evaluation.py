@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-from torchtitan.components.tokenizer import HuggingFaceTokenizer
-
 from recipes.checkpoint.files import checkpoint_to_load
 from recipes.config.schema import StripedJobConfig
 from recipes.config.types import InvalidSetting, choices
@@ -14,6 +12,7 @@ from recipes.evaluation.tasks import TASKS
 from recipes.models.llama3.args import FLAVORS
 from recipes.models.llama3.rope import longest_sequence
 from recipes.preflight.weights import loads_hf
+from recipes.titan import HuggingFaceTokenizer
 
 
 def check_evaluation(config: StripedJobConfig) -> None:

@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from torchtitan.components.tokenizer import HuggingFaceTokenizer
-
 from recipes.checkpoint.files import branch_goes_on, exported_steps, finished_steps, under_way
 from recipes.config.schema import StripedJobConfig
 from recipes.config.types import InvalidSetting
@@ -12,6 +10,7 @@ from recipes.models.llama3.args import FLAVORS
 from recipes.models.llama3.model_config import mismatch
 from recipes.models.llama3.rope_config import FIELDS, max_positions, read_rope
 from recipes.models.llama3.state_dict_adapter import hf_shapes
+from recipes.titan import HuggingFaceTokenizer
 from recipes.weights.folder import check_folder, read_json
 
 # A model's vocabulary may be rounded up to a multiple of this.

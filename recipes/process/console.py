@@ -5,9 +5,8 @@ import os
 import sys
 import warnings
 
-from torchtitan.tools.logging import init_logger, logger
-
 from recipes.config.schema import StripedJobConfig
+from recipes.titan import init_logger, logger
 
 # Warnings of torch 2.13, torchdata 0.11 and torchtitan 0.2.2 about themselves: beginning, and why
 # nobody needs to see it.

@@ -17,11 +17,9 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-import torch
-from torch.distributed.checkpoint import CheckpointException
-from torchtitan.tools.logging import logger
+from recipes.titan import logger
 
 _ROOT = Path(__file__).parents[2]
 # How long a rank waits for torchrun to stop it, once another rank has failed.
@@ -46,6 +44,9 @@ def leave(error: BaseException, rank: int, debug: bool) -> NoReturn:
     Args:
         debug: whether a message alone is not enough.
     """
+    # Imported late here and below: the first line of a process is not to wait for torch.
+    from torch.distributed.checkpoint import CheckpointException
+
     if isinstance(error, CheckpointException):
         # All ranks get the failures of all; what happened is in the first.
         error = next(iter(error.failures.values()))[0]
@@ -86,7 +87,7 @@ def deadline(seconds: float, give_up: Callable[[], None]) -> Iterator[None]:
 
 def waits_for_a_waiting_rank(rank: int, source: int) -> bool:
     """Whether the rank for which this one waits waits itself; then that one has more to say."""
-    store = torch.distributed.distributed_c10d._get_default_store()
+    store = _default_store()
     store.set(f"striped_cp/waits/{rank}", "")
     time.sleep(1)
     return store.check([f"striped_cp/waits/{source}"])
@@ -147,10 +148,15 @@ def _is_timeout(error: BaseException) -> bool:
 def _first(what: str) -> bool:
     """Whether this is the first rank to say so, as far as the store can be asked."""
     try:
-        store = torch.distributed.distributed_c10d._get_default_store()
-        return store.add(f"striped_cp/{what}", 1) == 1
+        return _default_store().add(f"striped_cp/{what}", 1) == 1
     except (RuntimeError, ValueError):
         return True  # there is no process group (any more)
+
+
+def _default_store() -> Any:
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()
 
 
 def wait_for_launcher() -> None:

@@ -4,10 +4,14 @@ A scheduler that wants its machines back signals first and kills later. The sign
 rank or all of them, at any time; all ranks leave together after the same step.
 """
 
+from __future__ import annotations
+
 import os
 import signal
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 EXIT_STATUS = os.EX_TEMPFAIL  # 75: the same command, started again, goes on
 # SIGTERM: Kubernetes, SLURM's preemption, torchrun. SIGUSR1: `sbatch --signal=USR1@600`.
@@ -42,6 +46,8 @@ def requested() -> bool:
 
 def agreed(device: torch.device) -> bool:
     """Whether any rank was asked to leave: a collective of all ranks, of one number."""
+    import torch
+
     flag = torch.tensor(float(_requested), device=device)
     torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
     return bool(flag.item())

@@ -1,16 +1,18 @@
 """The one module that lets torchtitan 0.2.2 run on a host without an accelerator.
 
-On a host with an accelerator `install` changes nothing. Everything here was found by running
+On a host with an accelerator nothing is changed. Everything here was found by running
 torchtitan 0.2.2 with torch 2.13 on CPU; each function says what it is for.
 """
 
+import contextlib
 import functools
+import importlib
 import os
 import re
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -35,27 +37,27 @@ def is_cpu_host() -> bool:
     return not torch.accelerator.is_available()
 
 
-def install() -> None:
-    """Make torchtitan choose the CPU; call it before torchtitan is imported.
+@contextlib.contextmanager
+def chosen() -> Iterator[None]:
+    """While torchtitan is imported: let it choose the CPU.
 
     `torchtitan.tools.utils` (0.2.2) asks torch for the device type once, at import, falls back to
     "cuda", and every other module copies its answer. The two torch functions it asks are replaced
-    only while it is imported, so that torch itself keeps its own.
+    only meanwhile, so that torch itself keeps its own.
     """
     if not is_cpu_host():
+        yield
         return
-    if "torchtitan" in sys.modules:
-        raise RuntimeError("import recipes before torchtitan: it fixes torchtitan's device")
     with (
         mock.patch("torch._utils._get_available_device_type", return_value="cpu"),
         mock.patch("torch._utils._get_device_module", return_value=CpuDevice()),
     ):
-        from torchtitan.tools import utils
+        yield
+        utils = importlib.import_module("torchtitan.tools.utils")
     # torchtitan 0.2.2 runs `lspci`, warns when it is missing, and assumes an A100 (312 TFLOPS).
-    utils.get_peak_flops = lambda device_name: measured_peak_flops()
-    from torchtitan.tools import profiling
-
-    profiling.torch = TorchWithoutGpuProfiler()
+    utils.get_peak_flops = lambda device_name: measured_peak_flops()  # type: ignore[attr-defined]
+    profiling = importlib.import_module("torchtitan.tools.profiling")
+    profiling.torch = TorchWithoutGpuProfiler()  # type: ignore[attr-defined]
 
 
 def use_sum_reductions(model: nn.Module) -> None:

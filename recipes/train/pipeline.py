@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchtitan.distributed import ParallelDims
 
 from recipes.data.batch import Microbatch, plain_loss
+from recipes.titan import ParallelDims
 
 
 def pipeline_loss(

@@ -6,7 +6,7 @@ from torchtitan.components.tokenizer import build_hf_tokenizer
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
-from recipes.data import build_dataloader
+from recipes.data.dataset import build_dataloader
 from recipes.memory.loss import build_loss
 from recipes.metrics.processor import StripedMetrics
 from recipes.models.llama3.args import FLAVORS

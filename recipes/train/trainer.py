@@ -15,10 +15,6 @@ from unittest import mock
 
 import torch
 import torchtitan.train as titan_train
-from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.distributed import ParallelDims
-from torchtitan.distributed import utils as dist_utils
-from torchtitan.tools.logging import logger
 
 from recipes.checkpoint.manager import StripedCheckpoints
 from recipes.checkpoint.resume import hold_to_settings
@@ -31,7 +27,7 @@ from recipes.parallel.ring import give_ring_its_group
 from recipes.parallel.startup_check import run_startup_check
 from recipes.process import preemption
 from recipes.process.restarts import own_store
-from recipes.titan import cpu_host
+from recipes.titan import IGNORE_INDEX, ParallelDims, cpu_host, dist_utils, logger
 from recipes.train.divergence import check_finite
 from recipes.train.pipeline import loss_of_last_stage, pipeline_loss
 from recipes.train.versions import versions

@@ -12,20 +12,24 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchtitan.components.dataloader import BaseDataLoader
-from torchtitan.components.loss import IGNORE_INDEX, LossFunction
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.components.validate import BaseValidator, ValidationContext
-from torchtitan.distributed import ParallelDims
-from torchtitan.distributed import utils as dist_utils
-from torchtitan.tools.utils import device_module, device_type
 
 from recipes.config.schema import StripedJobConfig
-from recipes.data import build_validation_dataloader
 from recipes.data.batch import BatchSharder, Microbatch, plain_loss
+from recipes.data.dataset import build_validation_dataloader
 from recipes.memory.loss import collect_token_losses
 from recipes.metrics.positions import LossByPosition
 from recipes.metrics.processor import StripedMetrics
+from recipes.titan import (
+    IGNORE_INDEX,
+    BaseDataLoader,
+    LossFunction,
+    ParallelDims,
+    device_module,
+    device_type,
+    dist_utils,
+)
 from recipes.train.pipeline import loss_of_last_stage, pipeline_loss
 
 

@@ -4,10 +4,10 @@ import os
 
 import torch
 import torch.distributed as dist
-from torchtitan.distributed import ParallelDims
 
 from recipes.config.schema import StripedJobConfig
 from recipes.preflight.host import kernel_of, uses_ring
+from recipes.titan import ParallelDims
 
 
 def versions(config: StripedJobConfig, parallel_dims: ParallelDims) -> str:

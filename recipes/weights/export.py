@@ -12,7 +12,6 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from tqdm import tqdm
 
 from recipes.checkpoint.files import read_metadata
@@ -26,6 +25,7 @@ from recipes.models.llama3.state_dict_adapter import (
     hf_shapes,
     native_shapes,
 )
+from recipes.titan import HuggingFaceTokenizer
 from recipes.weights.folder import INDEX, read_json
 
 _TOKENIZER_FILES = (

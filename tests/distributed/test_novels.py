@@ -1,7 +1,5 @@
 """The six novels of the bundled corpus at 131,072 tokens, documents masked, memory bounded."""
 
-import recipes  # noqa: F401, I001  (before torchtitan: it chooses the device)
-
 import dataclasses
 import os
 import resource
@@ -11,13 +9,14 @@ import pytest
 import torch.distributed as dist
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
-from recipes.preflight import load_config
-from recipes.data import build_dataloader, packing_stats
-from recipes.train import spec as train_spec
+from recipes.data.dataset import build_dataloader
+from recipes.data.samples import packing_stats
 from recipes.models.llama3.args import FLAVORS
+from recipes.preflight import load_config
+from recipes.train import spec as train_spec
 from recipes.train.trainer import StripedTrainer
-from tests.helpers.launch import run_ranks
 from tests.helpers.documents import job
+from tests.helpers.launch import run_ranks
 
 SEQ_LEN = 131072
 

@@ -1,8 +1,5 @@
 """Packed documents on several ranks: nothing leaks, nothing is counted twice, all read the same."""
 
-import recipes  # noqa: F401, I001  (before torchtitan: it chooses the device)
-
-
 import numpy as np
 import pytest
 import torch
@@ -10,13 +7,13 @@ import torch.distributed as dist
 from torchtitan.distributed import ParallelDims
 
 from recipes.data.batch import BatchSharder
-from recipes.data import build_dataloader
+from recipes.data.dataset import build_dataloader
 from recipes.data.packing import IGNORE, Packed, Piece
 from recipes.data.samples import build_sample, collate
 from striped_cp import unshard_sequence
+from tests.helpers.documents import NumberTokenizer, fingerprint, job, number_documents, write_jsonl
 from tests.helpers.launch import run_ranks
 from tests.helpers.model_step import Step
-from tests.helpers.documents import NumberTokenizer, fingerprint, job, number_documents, write_jsonl
 
 SEQ_LEN = 64
 # Five documents a row, odd lengths, the two rows cut differently; row 1 has padding.

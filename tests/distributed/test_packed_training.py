@@ -1,7 +1,5 @@
 """Ten steps on packed documents from one seed checkpoint: cp 2 and 4 are cp 1."""
 
-import recipes  # noqa: F401, I001  (before torchtitan: it chooses the device)
-
 import os
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """A run interrupted twice, at changing context-parallel degrees, is the run that was not."""
 
-import recipes  # noqa: F401, I001  (before torchtitan: it chooses the device)
-
 import os
 import shutil
 from unittest import mock
@@ -13,8 +11,8 @@ import torch.distributed as dist
 from recipes.preflight import load_config
 from recipes.train import spec as train_spec
 from recipes.train.trainer import StripedTrainer
-from tests.helpers.launch import run_ranks
 from tests.helpers.documents import fingerprint, number_documents, write_jsonl
+from tests.helpers.launch import run_ranks
 
 STEPS = 6
 

@@ -1,7 +1,5 @@
 """The startup check names the link that is broken, silent or slow, and no other."""
 
-import recipes  # noqa: F401, I001  (before torchtitan: it chooses the device)
-
 import contextlib
 import re
 import time
@@ -12,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from recipes.process import faults
 from recipes.parallel import startup_check
 from recipes.parallel.startup_check import Link, check_ring, report, slow_links
+from recipes.process import faults
 from striped_cp.process_group import ProcessGroupRing
 from tests.helpers.launch import run_ranks
 

@@ -1,7 +1,5 @@
 """One training step of the debug model under any settings: its loss and gradients."""
 
-import recipes  # noqa: F401, I001  (before torchtitan: it chooses the device)
-
 import re
 
 import torch
@@ -11,13 +9,13 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 
-from recipes.data.batch import BatchSharder, plain_loss
-from recipes.preflight import load_config
 from recipes.config.schema import StripedJobConfig
+from recipes.data.batch import BatchSharder, plain_loss
+from recipes.memory.loss import build_loss
 from recipes.models.llama3.args import FLAVORS
 from recipes.models.llama3.model import Transformer
 from recipes.models.llama3.parallelize import parallelize_llama
-from recipes.memory.loss import build_loss
+from recipes.preflight import load_config
 
 WRAPPER_NAMES = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")
 BASE = [

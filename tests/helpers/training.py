@@ -5,8 +5,6 @@ the data: `ROWS` sequences a step, dealt to the data-parallel ranks in order, so
 gradients of all layouts are comparable.
 """
 
-import recipes  # noqa: F401, I001  (before torchtitan: it chooses the device)
-
 import os
 import re
 from collections.abc import Callable, Iterator

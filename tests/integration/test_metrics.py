@@ -9,7 +9,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2, metadata
 
-from recipes.data import build_dataloader
+from recipes.data.dataset import build_dataloader
 from recipes.preflight import load_config
 from recipes.train.spec import build_hf_tokenizer
 from tests.helpers.runs import RECIPE, ROOT, Run, train

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, field
 
-from torchtitan.config import JobConfig
 from torchtitan.models.llama3.model import args as titan
 
 from recipes.config.schema import Memory, Rope, StripedJobConfig
+from recipes.titan import JobConfig
 
 
 @dataclass

@@ -8,10 +8,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.tensor_parallel import maybe_enable_async_tp
 from torchtitan.models.llama3.infra import parallelize as titan
-from torchtitan.tools.logging import logger
 
 from recipes.config.schema import StripedJobConfig, compiles_model
 from recipes.memory.activation_checkpoint import apply_activation_checkpointing
@@ -19,7 +17,7 @@ from recipes.memory.loss import LossHead
 from recipes.models.llama3.model import Transformer
 from recipes.models.llama3.tensor_parallel import apply_tensor_parallel
 from recipes.parallel.ring import layout_of
-from recipes.titan import cpu_host
+from recipes.titan import ParallelDims, cpu_host, logger
 from striped_cp import RingAttention, StripedContextParallel
 
 

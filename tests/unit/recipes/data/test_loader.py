@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from recipes.data import DocumentLoader, build_dataloader, build_validation_dataloader
+from recipes.data.dataset import build_dataloader, build_validation_dataloader
+from recipes.data.loader import DocumentLoader
 from recipes.preflight.data_resume import check_checkpoint
 from tests.helpers.documents import NumberTokenizer, fingerprint, job, number_documents, write_jsonl
 

@@ -6,9 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipes.data import packing_stats
 from recipes.data.packing import IGNORE, BestFitPacker, ConcatPacker, Pending
-from recipes.data.samples import build_sample, collate, padding_sample
+from recipes.data.samples import build_sample, collate, packing_stats, padding_sample
 
 
 def document(first: int, length: int) -> np.ndarray:

@@ -8,7 +8,7 @@ import pytest
 from datasets import load_dataset
 from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataset
 
-from recipes.data import build_dataloader
+from recipes.data.dataset import build_dataloader
 from recipes.data.shards import MANIFEST, ShardFolder, write_json, write_shard
 from recipes.data.tokens import encode, tokenizer_identity
 from recipes.preflight import load_config

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-import recipes  # noqa: F401  (before torchtitan: it chooses the device)
 from recipes.data.shards import MANIFEST, write_json, write_shard
 from recipes.launch import main
 from recipes.models.llama3.args import FLAVORS
