@@ -5,7 +5,11 @@ torchrun --nproc_per_node N train.py --job.config_file X.toml [--section.key val
 
 import sys
 
-from recipes.launch import main
+from recipes.process import preemption
 
 if __name__ == "__main__":
+    # Before the imports below: a scheduler may ask the run to leave at any time.
+    preemption.listen()
+    from recipes.launch import main
+
     main(sys.argv[1:])

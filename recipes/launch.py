@@ -5,6 +5,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from recipes.checkpoint.lock import hold_folder
 from recipes.config.schema import StripedJobConfig
 from recipes.preflight import load_config
 from recipes.process import faults, preemption
@@ -24,12 +25,13 @@ def main(args: Sequence[str]) -> None:
         refuse("train.py: start it with torchrun --nproc_per_node N train.py ...", rank)
     try:
         config = load_config([arg for arg in args if arg != "--debug"], world_size)
+        if rank == 0 and config.checkpoint.enable and not config.checkpoint.load_only:
+            hold_folder(config)
     except ValueError as error:
         if debug and rank == 0:
             traceback.print_exception(error)
         refuse(str(error), rank)
     init_console(config, rank, world_size)
-    preemption.listen()
     # After the settings: these imports take seconds.
     import torch.distributed as dist
     from torch.distributed.checkpoint import CheckpointException
@@ -71,6 +73,7 @@ def refuse(message: str, rank: int) -> None:
     that is stopped before it could speak.
     """
     faults.record(message)
+    faults.do_not_restart(2)
     if rank == 0:
         print(message, file=sys.stderr, flush=True)
     else:

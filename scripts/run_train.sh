@@ -51,22 +51,19 @@ export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # A store of its own for every restart: in the shared one stand the addresses of dead ranks.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-# Here torchrun leaves the error that came first, with its exit status.
+# Here torchrun leaves the error that came first, with its exit status, and a rank a status after
+# which torchrun is not to start the ranks again.
 TORCHELASTIC_ERROR_FILE=$(mktemp)
-export TORCHELASTIC_ERROR_FILE
-trap 'rm -f "$TORCHELASTIC_ERROR_FILE"' EXIT
+STRIPED_CP_STATUS_FILE=$(mktemp)
+export TORCHELASTIC_ERROR_FILE STRIPED_CP_STATUS_FILE
+trap 'rm -f "$TORCHELASTIC_ERROR_FILE" "$STRIPED_CP_STATUS_FILE"' EXIT
 
-# A session of its own: Ctrl-C reaches this script only, which decides what it means.
-setsid torchrun "${rendezvous[@]}" --nproc-per-node "$NPROC" \
-    --max-restarts "${MAX_RESTARTS:-0}" \
-    --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
-    --shutdown-timeout "${GRACE_SECONDS:-600}" \
-    train.py --job.config_file "$config" "$@" &
-launcher=$!
-
+launcher=
 asked=
 ask() {
-    if [[ $1 == INT && -n $asked ]]; then
+    if [[ -z $launcher ]]; then
+        exit 75
+    elif [[ $1 == INT && -n $asked ]]; then
         kill -KILL -- "-$launcher" || true
     else
         asked=1
@@ -76,6 +73,14 @@ ask() {
 for name in TERM USR1 INT; do
     trap "ask $name" "$name"
 done
+
+# A session of its own: Ctrl-C reaches this script only, which decides what it means.
+setsid torchrun "${rendezvous[@]}" --nproc-per-node "$NPROC" \
+    --max-restarts "${MAX_RESTARTS:-0}" \
+    --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
+    --shutdown-timeout "${GRACE_SECONDS:-600}" \
+    train.py --job.config_file "$config" "$@" &
+launcher=$!
 
 # A signal ends `wait` before the launcher has ended.
 status=0
@@ -88,6 +93,8 @@ done
 reason=$(sed -n 's/.*"errorCode": \([0-9]*\).*/\1/p' "$TORCHELASTIC_ERROR_FILE")
 if ((status != 0)) && [[ -n $asked ]]; then
     status=75
+elif ((status != 0)) && [[ -s $STRIPED_CP_STATUS_FILE ]]; then
+    status=$(<"$STRIPED_CP_STATUS_FILE")
 elif ((status != 0)) && [[ -n $reason ]]; then
     status=$reason
 fi

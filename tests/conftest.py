@@ -15,7 +15,5 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
 
-    import recipes  # noqa: F401
-
     # Tests run in parallel processes, and loopback rings in threads: one core each.
     torch.set_num_threads(1)

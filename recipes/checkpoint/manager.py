@@ -122,10 +122,8 @@ class StripedCheckpoints(CheckpointManager):
             self.interval = 1
             self.save(step)
         self._async_wait()
-        message = (
-            f"asked to leave: step {step} is saved in {self.folder}, the same command goes on "
-            "from there"
-        )
+        done = f"step {step} is saved in {self.folder}" if trained else "before the first step"
+        message = f"asked to leave: {done}, the same command goes on from there"
         logger.info(message)
         raise Preempted(message)
 

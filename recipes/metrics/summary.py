@@ -1,12 +1,14 @@
 """The end of a run: one line for its user, one JSON file for scripts."""
 
 import json
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 FILE = "summary.json"
+_TIME = "%Y%m%d-%H%M%S"
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,8 @@ class Summary:
         table = self.table(logs)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / FILE
+        if path.exists():  # of the run before
+            path.rename(folder / f"summary-{time.strftime(_TIME, _changed(path))}.json")
         path.write_text(json.dumps(table, indent=2) + "\n")
         ring = table["ring_imbalance"]
         parts = [
@@ -112,6 +116,10 @@ class Summary:
             f"figures in {path}",
         ]
         return "Summary: " + "; ".join(parts)
+
+
+def _changed(path: Path) -> time.struct_time:
+    return time.localtime(path.stat().st_mtime)
 
 
 def _mean(values: list[float]) -> float | None:

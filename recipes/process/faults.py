@@ -11,6 +11,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -32,6 +33,10 @@ _LOST = re.compile(
 )
 _TIMEOUT = re.compile(r"Timed out|timed out|timeout", re.IGNORECASE)
 _ENVIRONMENT = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
+
+# Exit statuses after which the ranks are not to be started again: a wrong setting, and leaving on
+# request.
+FINAL = (2, 75)
 
 
 class Stop(Exception):
@@ -56,11 +61,14 @@ def leave(error: BaseException, rank: int, debug: bool) -> NoReturn:
         wait_for_launcher()
         end(f"lost another rank, see the other nodes: {_one_line(error)}", 1)
     if _is_timeout(error):
-        # Every rank that waits says for whom: the one that says nothing is the one that hangs.
         waited = f"waited in vain in {_place(error)}: {_one_line(error)}"
         _say(f"rank {rank}: {waited}")
-        time.sleep(2)
-        end(f"{waited} (a rank that does not say so hangs)", 1)
+        # Every rank that waits says so: the one that says nothing is the one that hangs.
+        silent = _silent_ranks(rank)
+        who = f"rank {', '.join(map(str, silent))} is silent" if silent else "no rank is silent"
+        record(f"{who}; rank {rank} {waited}")
+        _end_silent(silent)
+        _exit(1)
     if not _first("failed"):
         wait_for_launcher()
         _exit(1)
@@ -93,6 +101,32 @@ def waits_for_a_waiting_rank(rank: int, source: int) -> bool:
     return store.check([f"striped_cp/waits/{source}"])
 
 
+def introduce(rank: int) -> None:
+    """Let the ranks of this host know which process this one is."""
+    _default_store().set(f"striped_cp/process/{rank}", f"{os.getpid()} {socket.gethostname()}")
+
+
+def _silent_ranks(rank: int) -> list[int]:
+    """Ranks that do not say within some seconds that they wait too; none if nobody can be asked."""
+    try:
+        store = _default_store()
+        store.set(f"striped_cp/waits/{rank}", "")
+        time.sleep(2)
+        ranks = range(int(os.environ.get("WORLD_SIZE", 1)))
+        return [r for r in ranks if not store.check([f"striped_cp/waits/{r}"])]
+    except (RuntimeError, ValueError):
+        return []
+
+
+def _end_silent(ranks: list[int]) -> None:
+    """Kill those of this host: a stopped process does not hear torchrun, which waits for it."""
+    for rank in ranks:
+        with contextlib.suppress(RuntimeError, ValueError, OSError):
+            pid, host = _default_store().get(f"striped_cp/process/{rank}").decode().split()
+            if host == socket.gethostname():
+                os.kill(int(pid), signal.SIGKILL)
+
+
 def leave_now(message: str, rank: int) -> NoReturn:
     """End the process from another thread than the one that hangs."""
     _say(f"rank {rank}: {message}")
@@ -102,7 +136,21 @@ def leave_now(message: str, rank: int) -> NoReturn:
 def end(message: str, status: int) -> NoReturn:
     """End the process at once; torchrun's summary says why."""
     record(message)
+    if status in FINAL:
+        do_not_restart(status)
     _exit(status)
+
+
+def do_not_restart(status: int) -> None:
+    """Stop a torchrun that would start the ranks again (`--max-restarts`), in vain.
+
+    Its own status is then 1; scripts/run_train.sh finds the true one in a file.
+    """
+    if "STRIPED_CP_STATUS_FILE" in os.environ:
+        Path(os.environ["STRIPED_CP_STATUS_FILE"]).write_text(str(status))
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) < restarts:
+        os.kill(os.getppid(), signal.SIGTERM)
 
 
 def explain(error: BaseException) -> tuple[str | None, int]:

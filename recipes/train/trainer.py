@@ -20,12 +20,14 @@ from recipes.checkpoint.manager import StripedCheckpoints
 from recipes.checkpoint.resume import hold_to_settings
 from recipes.config.schema import StripedJobConfig
 from recipes.data.batch import BatchSharder, Microbatch, plain_loss
+from recipes.data.tokens import tokenizer_identity
 from recipes.evaluation.periodic import PeriodicEvaluation
 from recipes.memory.loss import collect_token_losses
 from recipes.metrics.processor import StripedMetrics
+from recipes.parallel.agreement import check_agreement, settings_and_code
 from recipes.parallel.ring import give_ring_its_group
 from recipes.parallel.startup_check import run_startup_check
-from recipes.process import preemption
+from recipes.process import faults, preemption
 from recipes.process.restarts import own_store
 from recipes.titan import IGNORE_INDEX, ParallelDims, cpu_host, dist_utils, logger
 from recipes.train.divergence import check_finite
@@ -42,6 +44,11 @@ class StripedTrainer(titan_train.Trainer):
     def __init__(self, job_config: StripedJobConfig) -> None:
         with mock.patch.object(titan_train, "CheckpointManager", StripedCheckpoints):
             super().__init__(job_config)
+        data = {"the tokenizer": tokenizer_identity(self.tokenizer)}
+        data["the training data"] = self.dataloader.source.identity
+        if job_config.validation.enable:
+            data["the validation data"] = self.validator.dataloader.source.identity
+        check_agreement(data)
         self.sharder = BatchSharder(job_config, self.parallel_dims)
         self.evaluation: PeriodicEvaluation | None = None
         if job_config.evaluation.enable:
@@ -68,6 +75,8 @@ class StripedTrainer(titan_train.Trainer):
         with own_store():
             parallel_dims = super().init_distributed()
         training.enable_cpu_offload = offload
+        faults.introduce(torch.distributed.get_rank())
+        check_agreement(settings_and_code(self.job_config))
         timeout = timedelta(seconds=self.job_config.comm.init_timeout_seconds)
         give_ring_its_group(parallel_dims, timeout)
         logger.info(versions(self.job_config, parallel_dims))

@@ -41,6 +41,7 @@ class Disturbed:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            start_new_session=True,
         )
         self.lines: list[str] = []
         self.losses: dict[int, float] = {}
@@ -77,6 +78,10 @@ class Disturbed:
         pid = self.rank_pid(rank)
         assert pid is not None, self.output
         os.kill(pid, number)
+
+    def interrupt(self) -> None:
+        """Ctrl-C: the terminal signals the launcher and its ranks."""
+        os.killpg(self.process.pid, signal.SIGINT)
 
     def wait_for(self, happened: Callable[[], bool], what: str, timeout: float = 120) -> None:
         deadline = time.monotonic() + timeout

@@ -1,5 +1,6 @@
 """What a run does when it is asked to leave, when it breaks, and what it says."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ def endless(folder: Path, *settings: str) -> Disturbed:
     )
 
 
+ALONE = ("--parallelism.context_parallel_degree", "1")
 SAVING = ("--checkpoint.enable", "--checkpoint.interval", "100000")
 
 
@@ -34,6 +36,42 @@ def test_one_signalled_rank_makes_all_save_and_leave(tmp_path: Path) -> None:
     (step,) = finished_steps(tmp_path / "checkpoint")
     assert step == max(run.losses)
     assert f"asked to leave: step {step} is saved" in run.output
+
+
+def test_ctrl_c_asks_to_leave(tmp_path: Path) -> None:
+    run = endless(tmp_path, *SAVING)
+    try:
+        run.wait_for_steps(2)
+        run.interrupt()
+        assert run.wait(120) != 0
+    finally:
+        run.stop()
+    (step,) = finished_steps(tmp_path / "checkpoint")
+    assert run.output.count(f"asked to leave: step {step} is saved") == 1
+    # torchrun's own, and none of a rank.
+    assert "KeyboardInterrupt" not in run.output
+
+
+def test_a_folder_has_one_run_and_a_run_its_launcher(tmp_path: Path) -> None:
+    """A second run is refused while there is a first, whose ranks end with their launcher."""
+    run = endless(tmp_path, *SAVING)
+    try:
+        run.wait_for_steps(1)
+        second = torchrun(1, *TINY, *ALONE, "--job.dump_folder", str(tmp_path), *SAVING)
+        assert second.status != 0
+        (line,) = [line for line in second.output.splitlines() if line.startswith("job.dump_fold")]
+        assert "a live run writes its checkpoints there" in line
+        ranks = [run.rank_pid(rank) for rank in range(2)]
+        run.process.kill()
+        deadline = time.monotonic() + 120
+        while any(Path(f"/proc/{pid}").exists() for pid in ranks):
+            assert time.monotonic() < deadline, run.output
+            time.sleep(0.1)
+    finally:
+        run.stop()
+    (step,) = finished_steps(tmp_path / "checkpoint")
+    again = ("--training.steps", str(step), "--job.dump_folder", str(tmp_path))
+    assert torchrun(2, *TINY, *again, *SAVING).status == 0
 
 
 def test_a_killed_rank_is_named_once_and_last(tmp_path: Path) -> None:
@@ -63,8 +101,9 @@ def test_a_hanging_rank_ends_the_run_with_the_timeout(tmp_path: Path) -> None:
         assert run.wait(100) != 0
     finally:
         run.stop()
-    assert "rank 0: waited in vain in recipes/" in run.output or "ring: rank 0 waited" in run.output
-    assert "rank      : 0" in run.output[run.output.rindex("Root Cause") :]
+    summary = run.output[run.output.rindex("Root Cause") :]
+    assert "rank      : 0" in summary
+    assert "rank 1 is silent; rank 0 waited in vain in " in summary
 
 
 def test_gradients_that_are_no_numbers_stop_the_run(tmp_path: Path) -> None:
@@ -85,11 +124,22 @@ def test_gradients_that_are_no_numbers_stop_the_run(tmp_path: Path) -> None:
     assert run.output.count("Traceback") == 1
 
 
+def rank_of(folder: Path) -> int:
+    """A rank of the run that writes to `folder`."""
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            command = (environment.parent / "cmdline").read_text()
+            if str(folder) in command and b"\0LOCAL_RANK=" in environment.read_bytes():
+                return int(environment.parent.name)
+    raise AssertionError("no rank")
+
+
 @pytest.mark.slow
-def test_run_train_passes_on_why(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["launcher", "rank"])
+def test_run_train_passes_on_why(tmp_path: Path, how: str) -> None:
     command = ["scripts/run_train.sh", "train_configs/debug_cpu.toml", *TINY, *SAVING]
     command += ["--job.dump_folder", str(tmp_path), "--training.steps", "100000"]
-    environment = {**os.environ, "NPROC": "2"}
+    environment = {**os.environ, "NPROC": "2", "MAX_RESTARTS": "2"}
     log = tmp_path / "log"
     with log.open("w") as output:
         run = subprocess.Popen(
@@ -100,10 +150,20 @@ def test_run_train_passes_on_why(tmp_path: Path) -> None:
             assert run.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)
-        run.send_signal(signal.SIGTERM)
-        assert run.wait(60) == 75
+        if how == "launcher":
+            run.send_signal(signal.SIGTERM)
+        else:
+            # The ranks end, and torchrun does not start them again.
+            os.kill(rank_of(tmp_path), signal.SIGUSR1)
+        assert run.wait(120) == 75, log.read_text()
     assert len(finished_steps(tmp_path / "checkpoint")) == 1
     wrong = subprocess.run(
-        [*command, "--training.seq_len", "131"], cwd=ROOT, env=environment, capture_output=True
+        [*command, "--training.seq_len", "131"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert wrong.returncode == 2
+    # Once by rank 0, once in torchrun's report.
+    assert wrong.stderr.count("training.seq_len = 131") <= 2
