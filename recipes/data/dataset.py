@@ -91,7 +91,11 @@ def build_dataloader(
 def build_validation_dataloader(
     dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any, infinite: bool = False
 ) -> DocumentLoader:
-    """The loader of [validation]; every `iter()` of it yields the same batches."""
+    """The loader of [validation]; every `iter()` of it yields the same batches.
+
+    Every rank packs all documents and takes its part of the sequences: the sequences do not depend
+    on the data-parallel degree, and all ranks have equally many batches.
+    """
     return _build("validation", dp_world_size, dp_rank, tokenizer, job_config, infinite)
 
 
@@ -100,6 +104,10 @@ def _build(
 ) -> DocumentLoader:
     data = getattr(config, section)
     source = build_source(config, section, tokenizer)
+    rows, share = data.local_batch_size, slice(None)
+    if section == "validation":
+        share = slice(dp_rank * rows, (dp_rank + 1) * rows)
+        dp_rank, dp_degree, rows = 0, 1, dp_degree * rows
     check_documents(source, section, dp_degree)
     return DocumentLoader(
         source,
@@ -107,10 +115,11 @@ def _build(
         dp_rank=dp_rank,
         dp_degree=dp_degree,
         seq_len=data.seq_len,
-        batch_size=data.local_batch_size,
+        batch_size=rows,
         packing=config.documents.packing,
         mask=config.documents.mask,
         infinite=infinite,
+        share=share,
         num_workers=data.dataloader.num_workers,
         prefetch_factor=data.dataloader.prefetch_factor or 2,
     )

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from recipes.data.packing import PACKERS, Packer, Pending
+from recipes.data.packing import PACKERS, PADDING, Packed, Packer, Pending
 from recipes.data.parallel import in_background, ordered_map
 from recipes.data.records import Record
-from recipes.data.samples import Sample, build_sample, collate, padding_sample
+from recipes.data.samples import build_sample, collate
 from recipes.data.sources import Cursor, Source
 from recipes.data.tokens import encode
 from recipes.titan import BaseDataLoader
@@ -57,6 +57,7 @@ class DocumentLoader(BaseDataLoader):
         mask: whether labels stay within documents.
         infinite: whether to begin anew when the documents are used up. Otherwise the last batch
             is filled with rows of padding, so that all have the same shape.
+        share: the rows of every batch that this rank takes.
         num_workers: threads that tokenize; with any, batches are also made ahead of their use.
         prefetch_factor: documents in flight per worker, and batches made ahead.
     """
@@ -73,6 +74,7 @@ class DocumentLoader(BaseDataLoader):
         packing: str,
         mask: bool,
         infinite: bool,
+        share: slice = slice(None),
         num_workers: int = 0,
         prefetch_factor: int = 2,
     ) -> None:
@@ -85,6 +87,7 @@ class DocumentLoader(BaseDataLoader):
         self.packing = packing
         self.mask = mask
         self.infinite = infinite
+        self.share = share
         self.num_workers = num_workers
         self.prefetch_factor = prefetch_factor
         self._state = self._start = State(Position(0, None), [])
@@ -107,18 +110,20 @@ class DocumentLoader(BaseDataLoader):
 
     def _batches(self, state: State) -> Iterator[tuple[Batch, State]]:
         """Batches after `state`, each with the state after it."""
-        rows: list[Sample] = []
+        rows: list[Packed] = []
         after = state
-        for sample, after in self._samples(state):
-            rows.append(sample)
+        for packed, after in self._sequences(state):
+            rows.append(packed)
             if len(rows) == self.batch_size:
-                yield collate(rows), after
+                yield self._batch(rows), after
                 rows = []
         if rows:
-            rows += [padding_sample(self.seq_len)] * (self.batch_size - len(rows))
-            yield collate(rows), after
+            yield self._batch(rows + [PADDING] * (self.batch_size - len(rows))), after
 
-    def _samples(self, state: State) -> Iterator[tuple[Sample, State]]:
+    def _batch(self, rows: list[Packed]) -> Batch:
+        return collate([build_sample(row, self.seq_len, self.mask) for row in rows[self.share]])
+
+    def _sequences(self, state: State) -> Iterator[tuple[Packed, State]]:
         """Sequences after `state`, each with the state after it."""
         packer: Packer = PACKERS[self.packing](self.seq_len)
         for document in state.pending:
@@ -128,8 +133,7 @@ class DocumentLoader(BaseDataLoader):
         more = True
         while True:
             while (packed := packer.pop(position.epoch, flush=not more)) is not None:
-                sample = build_sample(packed, self.seq_len, self.mask)
-                yield sample, State(position, packer.pending())
+                yield packed, State(position, packer.pending())
             if not more:
                 return
             try:

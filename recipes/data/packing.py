@@ -49,6 +49,10 @@ class Packed(NamedTuple):
     following: int
 
 
+# A sequence without any target: fills the last batch of a finite data set.
+PADDING = Packed([], IGNORE)
+
+
 class Pending(NamedTuple):
     """A document that waits, or what is left of it.
 

@@ -50,11 +50,6 @@ def build_sample(packed: Packed, seq_len: int, mask: bool) -> Sample:
     return Sample(tokens, labels, boundaries)
 
 
-def padding_sample(seq_len: int) -> Sample:
-    """A row without any target: fills the last batch of a finite data set."""
-    return build_sample(Packed([], IGNORE), seq_len, mask=True)
-
-
 def collate(samples: Sequence[Sample]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Samples to a batch.
 

@@ -23,13 +23,12 @@ def check_data(config: Any, dp_degree: int) -> None:
         InvalidSetting: an unknown dataset, files that are not there, or options that do not apply.
         ValueError: documents, a prepared folder or a checkpoint that do not fit the run.
     """
-    for section in ("training", "validation"):
-        if section == "training" or config.validation.enable:
+    _check_settings(config, "training")
+    _check_documents(config, "training", dp_degree)
+    for section in ("validation", "evaluation"):
+        if getattr(config, section).enable:
             _check_settings(config, section)
-            _check_documents(config, section, dp_degree)
-    if config.evaluation.enable:
-        _check_settings(config, "evaluation")
-        _check_documents(config, "evaluation", 1)
+            _check_documents(config, section, 1)
     check_checkpoint(config, dp_degree)
 
 

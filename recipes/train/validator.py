@@ -6,8 +6,8 @@ stopped, so that no two rounds measure the same.
 """
 
 import time
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from itertools import islice
 from typing import Any
 
 import torch
@@ -73,7 +73,9 @@ class StripedValidator(BaseValidator):
         tokens_read = 0
         loss_sum = torch.zeros((), device=device_type)
         tokens = torch.zeros((), dtype=torch.int64, device=device_type)
-        for input_dict, labels in self._batches():
+        # From the start of the data every time; all ranks have equally many batches.
+        steps = self.job_config.validation.steps
+        for input_dict, labels in islice(self.dataloader, steps if steps != -1 else None):
             tokens_read += labels.numel()
             microbatch = self.sharder.shard(input_dict, labels).to(device_type)
             tokens += (microbatch.labels != IGNORE_INDEX).sum()
@@ -94,20 +96,6 @@ class StripedValidator(BaseValidator):
         )
         for part in model_parts:
             part.train()
-
-    def _batches(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        """Batches from the start of the data, until a rank has no more or the steps are done."""
-        batches = iter(self.dataloader)
-        mesh = self.parallel_dims.get_optional_mesh("batch")
-        step = 0
-        while step != self.job_config.validation.steps:
-            batch = next(batches, None)
-            # Collectives follow: all ranks stop at the first that runs out.
-            missing = torch.tensor(int(batch is None), device=device_type)
-            if dist_utils.dist_max(missing, mesh) or batch is None:
-                return
-            yield batch
-            step += 1
 
     def _loss(self, model_parts: list[nn.Module], microbatch: Microbatch) -> torch.Tensor:
         """Loss sum of this rank's tokens; 0 on the pipeline stages that do not know it."""

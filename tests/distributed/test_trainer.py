@@ -1,8 +1,11 @@
 """Steps of the trainer on batches whose labels are partly or wholly to be ignored."""
 
+import contextlib
 import math
 import os
+import random
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,10 +14,21 @@ import torch.distributed as dist
 from recipes.preflight import load_config
 from recipes.train import spec as train_spec
 from recipes.train.trainer import StripedTrainer
+from tests.helpers.documents import write_jsonl
 from tests.helpers.launch import run_ranks
 
 SEQ_LEN = 48
 IGNORE = -100
+
+
+@contextlib.contextmanager
+def shared_folder() -> Iterator[str]:
+    """One folder of all ranks, that of rank 0."""
+    with tempfile.TemporaryDirectory() as own:
+        names = [own]
+        dist.broadcast_object_list(names)
+        yield names[0]
+        dist.barrier()
 
 
 def make_trainer(folder: str, *settings: str) -> StripedTrainer:
@@ -50,7 +64,7 @@ def make_labels(ignored: str, tokens: torch.Tensor) -> torch.Tensor:
 def steps(ignored: list[str], *settings: str) -> dict[str, list]:
     """Train one step per entry; what was logged, and a fingerprint of the weights after each."""
     logged: dict[str, list] = {"loss": [], "largest": [], "norm": [], "tokens": [], "weights": []}
-    with tempfile.TemporaryDirectory() as folder:
+    with shared_folder() as folder:
         trainer = make_trainer(folder, *settings, "--metrics.log_freq", "1")
 
         def log(step: int, loss: float, largest: float, norm: float, extra_metrics: dict) -> None:
@@ -124,18 +138,75 @@ def test_every_stage_of_a_pipeline_logs_the_loss() -> None:
         assert all(7 < value < 9 for value in first[name])
 
 
-def validation_loss(*settings: str) -> float:
+def validation_losses(steps: list[int], *settings: str) -> list[float]:
+    """Rounds of validation of the same weights, each of so many steps."""
     logged = []
-    with tempfile.TemporaryDirectory() as folder:
-        validation = ("--validation.enable", "--validation.steps", "1")
-        trainer = make_trainer(folder, *settings, *validation)
+    with shared_folder() as folder:
+        trainer = make_trainer(folder, *settings, "--validation.enable")
         trainer.metrics_processor.log_validation = lambda loss, *_, **__: logged.append(loss)
-        trainer.validator.validate(trainer.model_parts, 1)
+        trainer.checkpointer.load()
+        for count in steps:
+            trainer.job_config.validation.steps = count
+            trainer.validator.validate(trainer.model_parts, 1)
         trainer.close()
-    return logged[0]
+    return logged
+
+
+def save_weights(folder: str) -> None:
+    seeding = ("--checkpoint.enable", "--checkpoint.create_seed_checkpoint")
+    make_trainer(folder, *seeding).checkpointer.save(curr_step=0, last_step=True)
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """Weights, and five documents, some cut: neither they nor their sequences divide by ranks."""
+    dice = random.Random(0)
+    texts = ["".join(dice.choices("abcdefgh ", k=n)) for n in (50, 700, 150, 9, 300)]
+    folder = tmp_path_factory.mktemp("uneven")
+    path = write_jsonl(folder / "validation.jsonl", texts)
+    run_ranks(1, save_weights, str(folder))
+    return (
+        *("--validation.dataset", "local", "--validation.dataset_path", str(path)),
+        *("--checkpoint.enable", "--checkpoint.load_only", "--checkpoint.initial_load_model_only"),
+        *("--checkpoint.initial_load_path", f"{folder}/checkpoint/step-0"),
+    )
+
+
+@pytest.fixture(scope="module")
+def validated_alone(uneven: tuple[str, ...]) -> list[float]:
+    """All data; more steps than there are sequences; six batches."""
+    (losses,) = run_ranks(1, validation_losses, [-1, 99, 6], *uneven)
+    assert losses[0] == losses[1]
+    assert abs(losses[0] - losses[2]) > 1e-3
+    return losses
+
+
+CP1 = ("--parallelism.context_parallel_degree", "1")
+CP2 = ("--parallelism.context_parallel_degree", "2")
+
+
+@pytest.mark.parametrize(
+    ("degree", "ranks", "settings"),
+    [
+        pytest.param(2, 2, CP1, id="dp2"),
+        pytest.param(3, 3, CP1, id="dp3"),
+        pytest.param(2, 4, CP2, id="cp2 dp2"),
+        pytest.param(2, 4, PIPELINE, id="pp2 dp2"),
+    ],
+)
+def test_validation_has_one_value_at_every_degree(
+    uneven: tuple[str, ...],
+    validated_alone: list[float],
+    degree: int,
+    ranks: int,
+    settings: tuple[str, ...],
+) -> None:
+    steps = [-1, 99, 6 // degree]  # the same sequences: `degree` ranks share them
+    for losses in run_ranks(ranks, validation_losses, steps, *settings, *uneven):
+        assert losses == pytest.approx(validated_alone, abs=1e-5)
 
 
 def test_every_stage_of_a_pipeline_logs_the_validation_loss() -> None:
-    first, last = run_ranks(2, validation_loss, *PIPELINE)
+    (first,), (last,) = run_ranks(2, validation_losses, [1], *PIPELINE)
     assert first == last
     assert 7 < first < 9

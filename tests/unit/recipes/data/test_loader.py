@@ -146,6 +146,31 @@ def test_validation_sees_the_same_batches_every_round(files):
     assert len(rounds[0]) == 10
 
 
+@pytest.mark.parametrize("packing", ["pack", "concat"])
+@pytest.mark.parametrize("mask", [True, False])
+@pytest.mark.parametrize("degree", [2, 3, 25])
+def test_validation_has_the_same_sequences_at_every_degree(files, packing, mask, degree):
+    """Also of documents that are cut, and with more ranks than documents."""
+    config = job(
+        validation__dataset="local",
+        validation__dataset_path=files,
+        validation__seq_len=16,
+        validation__local_batch_size=1,
+        documents__packing=packing,
+        documents__mask=mask,
+    )
+    alone = [fingerprint(b) for b in build_validation_dataloader(1, 0, NumberTokenizer(), config)]
+    ranks = [
+        list(build_validation_dataloader(degree, rank, NumberTokenizer(), config))
+        for rank in range(degree)
+    ]
+    # All ranks have equally many batches, the last ones of padding.
+    dealt = [batch for step in zip(*ranks, strict=True) for batch in step]
+    assert [fingerprint(batch) for batch in dealt[: len(alone)]] == alone
+    assert len(dealt) - len(alone) < degree
+    assert all((labels == -100).all() for _, labels in dealt[len(alone) :])
+
+
 def test_a_column_of_another_name(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", ["5 6 7"], column="body")
     (inputs, _), *_ = loader(str(tmp_path), infinite=False, training__text_column="body")

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipes.data.packing import IGNORE, BestFitPacker, ConcatPacker, Pending
-from recipes.data.samples import build_sample, collate, packing_stats, padding_sample
+from recipes.data.packing import IGNORE, PADDING, BestFitPacker, ConcatPacker, Pending
+from recipes.data.samples import build_sample, collate, packing_stats
 
 
 def document(first: int, length: int) -> np.ndarray:
@@ -172,7 +172,7 @@ def test_labels_are_the_inputs_shifted():
 def test_boundaries_come_in_few_widths(documents, width):
     (packed,) = pack(BestFitPacker(256), [document(i, 2) for i in range(documents)])
     sample = build_sample(packed, 256, mask=True)
-    inputs, labels = collate([sample, padding_sample(256)])
+    inputs, labels = collate([sample, build_sample(PADDING, 256, mask=True)])
     assert inputs["boundaries"].shape == (2, width)
     assert inputs["boundaries"][1].tolist() == [0] + [256] * (width - 1)
     assert inputs["boundaries"].dtype == inputs["input"].dtype == labels.dtype == torch.int64
@@ -180,9 +180,8 @@ def test_boundaries_come_in_few_widths(documents, width):
 
 def test_stats_count_documents_and_padding():
     full = pack(BestFitPacker(8), [document(1, 5), document(1, 3)])
-    inputs, labels = collate(
-        [build_sample(full[0], 8, mask=True), masked_sample(mask=True), padding_sample(8)]
-    )
+    first, padding = (build_sample(packed, 8, mask=True) for packed in (full[0], PADDING))
+    inputs, labels = collate([first, masked_sample(mask=True), padding])
     assert packing_stats(inputs["boundaries"], labels) == {
         "documents": 4 / 3,
         "longest_document": 5,
