@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from recipes.config.schema import StripedJobConfig, compiles_model
 from recipes.models.llama3.args import FLAVORS
 from recipes.parallel.ring import layout_of
-from recipes.titan import ParallelDims
+from recipes.titan import IGNORE_INDEX, ParallelDims
 from striped_cp import Documents, Layout, shard_sequence
 
 
@@ -64,7 +64,8 @@ class BatchSharder:
             labels: int64 (B, S), -100 where there is nothing to predict.
         """
         tokens = input_dict["input"]
-        self._check_tokens(tokens)
+        self._check_ids(tokens)
+        self._check_ids(labels[labels != IGNORE_INDEX])  # the last one need not be a token here
         documents = self._documents(input_dict.get("boundaries"))
         place = self._place(tokens.shape[1])
         context = place[None] if documents is None else documents.positions_in_document(place)
@@ -78,9 +79,11 @@ class BatchSharder:
         kwargs = {"positions": positions, "attention_masks": documents}
         return Microbatch(tokens, labels, context, kwargs)
 
-    def _check_tokens(self, tokens: torch.Tensor) -> None:
+    def _check_ids(self, ids: torch.Tensor) -> None:
         """Tokenizers are compared before the run; files of token ids can be damaged after that."""
-        least, most = (int(end) for end in tokens.aminmax())
+        if not ids.numel():
+            return
+        least, most = (int(end) for end in ids.aminmax())
         vocab_size = FLAVORS[self.flavor].vocab_size
         if least < 0 or most >= vocab_size:
             wrong = least if least < 0 else most
