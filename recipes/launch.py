@@ -23,8 +23,9 @@ def main(args: Sequence[str]) -> None:
     debug = "--debug" in args
     if "RANK" not in os.environ and not {"--help", "-h"} & set(args):
         refuse("train.py: start it with torchrun --nproc_per_node N train.py ...", rank)
+    notes: list[str] = []
     try:
-        config = load_config([arg for arg in args if arg != "--debug"], world_size)
+        config = load_config([arg for arg in args if arg != "--debug"], world_size, notes)
         if rank == 0 and config.checkpoint.enable and not config.checkpoint.load_only:
             hold_folder(config)
     except ValueError as error:
@@ -32,6 +33,8 @@ def main(args: Sequence[str]) -> None:
             traceback.print_exception(error)
         refuse(str(error), rank)
     init_console(config, rank, world_size)
+    for note in notes:
+        logger.info(note)
     # After the settings: these imports take seconds.
     import torch.distributed as dist
     from torch.distributed.checkpoint import CheckpointException
@@ -72,6 +75,7 @@ def refuse(message: str, rank: int) -> None:
     torchrun stops the other ranks as soon as one has failed: they wait, so that it is not rank 0
     that is stopped before it could speak.
     """
+    message = " ".join(message.split())  # what it quotes of a file may have several lines
     faults.record(message)
     faults.do_not_restart(2)
     if rank == 0:

@@ -64,7 +64,7 @@ def report(args: argparse.Namespace, overrides: list[str]) -> tuple[str, bool]:
     from recipes.planner import report as text
     from recipes.planner.hardware import find_gpu, find_network_gb_s
     from recipes.planner.plan import make_plan
-    from recipes.planner.settings import run_from_config
+    from recipes.planner.settings import run_from_config, run_to_search
     from recipes.preflight import load_config
 
     if args.gpus < 1:
@@ -82,8 +82,12 @@ def report(args: argparse.Namespace, overrides: list[str]) -> tuple[str, bool]:
             f"{args.config}: documents.mask = false: attention computes across documents, and "
             "--documents would change nothing; allowed: documents.mask = true"
         )
+    documents = document_lengths(args.documents)
     try:
-        run = run_from_config(config, args.gpus, gpu, document_lengths(args.documents))
+        if args.search:
+            run, sequences = run_to_search(config, args.gpus, gpu)
+        else:
+            run = run_from_config(config, args.gpus, gpu, documents)
     except ValueError as error:
         raise ValueError(f"{args.config}: {error}") from None
     if args.layout:
@@ -97,7 +101,8 @@ def report(args: argparse.Namespace, overrides: list[str]) -> tuple[str, bool]:
 
         # cuDNN takes no packed documents.
         names = ("flash",) if config.documents.mask else ("flash", "cudnn")
-        plans = search(run, gpu, network, tuple(name for name in names if name in gpu.kernels))
+        kernels = tuple(name for name in names if name in gpu.kernels)
+        plans = search(run, sequences, gpu, network, kernels)
         if not plans:
             raise ValueError(f"{args.config}: fits on no mesh of {args.gpus} x {gpu.name}")
         if args.write:

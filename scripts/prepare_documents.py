@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> None:
     )
     if args.overwrite:
         clear(args.output)
-    with _Progress(settings.files) as progress:
+    with _Progress(settings.files, settings.skip_bad) as progress:
         manifest = prepare(settings, args.output, args.workers, progress.update)
     print_summary(args.output, args.seq_len)
     if manifest["bad_documents"]:
@@ -99,25 +99,26 @@ def run(args: argparse.Namespace) -> None:
 def _input_files(inputs: list[str]) -> list[Path]:
     from recipes.data.files import find_files
 
-    files: dict[Path, None] = {}
-    for path in inputs:
-        try:
-            files.update(dict.fromkeys(find_files(path)))
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}; allowed: {', '.join(SUFFIXES)}") from None
-    return list(files)
+    try:
+        found = find_files(inputs)
+    except ValueError as error:
+        raise ValueError(f"{error}; allowed: {', '.join(SUFFIXES)}") from None
+    if found.left_out:
+        print(found.told(), file=sys.stderr)
+    return found.files
 
 
 class _Progress:
     """A bar over the bytes of the input, with counts of documents and tokens."""
 
-    def __init__(self, files: list[Path]) -> None:
+    def __init__(self, files: list[Path], skip_bad: bool) -> None:
         from tqdm import tqdm
 
         sizes = [file.stat().st_size for file in files]
         self._before = [0, *np.cumsum(sizes).tolist()]
         self._bar = tqdm(total=self._before[-1], unit="B", unit_scale=True, mininterval=0.5)
         self._documents = self._tokens = self._bad = 0
+        self._skip_bad = skip_bad  # without it the first one ends the preparation, and is told then
 
     def __enter__(self) -> _Progress:
         return self
@@ -130,7 +131,7 @@ class _Progress:
         self._bar.update(self._before[file] + offset - self._bar.n)
         if isinstance(result, BadDocument):
             self._bad += 1
-            if self._bad <= _SHOWN_BAD:
+            if self._skip_bad and self._bad <= _SHOWN_BAD:
                 more = " (further ones are only counted)" if self._bad == _SHOWN_BAD else ""
                 self._bar.write(f"bad document: {result.place}: {result.cause}{more}", sys.stderr)
         else:

@@ -6,24 +6,28 @@ writes `assets/tokenizer/`, which is committed; run it only to change the tokeni
 """
 
 import argparse
-import gzip
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from recipes.data.files import find_files
+from recipes.data.records import read_records
+
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"  # LLaMA-3's names
 
 
-def texts(corpus: Path) -> Iterator[str]:
-    with gzip.open(corpus, "rt", encoding="utf-8") as lines:
-        for line in lines:
-            yield json.loads(line)["text"]
+def texts(corpus: str) -> Iterator[str]:
+    """Documents of what prepare_documents.py reads."""
+    for file in find_files(corpus).files:
+        for record in read_records(file, "text"):
+            yield record.text()
 
 
-def train(corpus: Path, vocab_size: int) -> Tokenizer:
+def train(corpus: str, vocab_size: int) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -41,12 +45,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--corpus", type=Path, default=ASSETS / "corpus" / "austen.jsonl.gz")
+    parser.add_argument(
+        "--corpus",
+        default=str(ASSETS / "corpus" / "austen.jsonl.gz"),
+        help="a file, a folder or a glob, as for prepare_documents.py",
+    )
     parser.add_argument("--vocab-size", type=int, default=2048, help="special tokens included")
     parser.add_argument("--output", type=Path, default=ASSETS / "tokenizer", help="folder")
     args = parser.parse_args()
 
-    tokenizer = train(args.corpus, args.vocab_size)
+    try:
+        tokenizer = train(args.corpus, args.vocab_size)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
     args.output.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(args.output / "tokenizer.json"))
     config = {"bos_token": BOS, "eos_token": EOS, "tokenizer_class": "PreTrainedTokenizerFast"}

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
@@ -135,6 +136,7 @@ def check_checkpoint_files(config: StripedJobConfig) -> None:
         ValueError: it is damaged, no checkpoint at all, or of another model.
     """
     _check_initial(config)
+    _check_names(config)
     found = checkpoint_to_load(config)
     if found is None:
         return
@@ -146,6 +148,14 @@ def check_checkpoint_files(config: StripedJobConfig) -> None:
             f"{found.folder}: holds weights only, and nothing to go on from (last_save_model_only "
             "was true); start from it with checkpoint.initial_load_path and another dump_folder"
         )
+
+
+def _check_names(config: StripedJobConfig) -> None:
+    """A file in the place of a step's folder would end the run when that step is saved."""
+    folder = Path(config.job.dump_folder, config.checkpoint.folder)
+    for path in folder.glob("step-*") if config.checkpoint.enable else ():
+        if path.is_file() and re.fullmatch(r"step-\d+", path.name):
+            raise ValueError(f"{path}: a file in the way of a checkpoint; move it elsewhere")
 
 
 def _check_initial(config: StripedJobConfig) -> None:
@@ -183,9 +193,21 @@ def read_metadata(folder: Path) -> Metadata:
         raise ValueError(f"{path}: names {error}, which no checkpoint does; not loaded") from None
     except Exception:  # whatever damaged bytes lead to
         metadata = None
-    if not isinstance(metadata, Metadata) or metadata.storage_data is None:
+    if not _is_whole(metadata):
         raise ValueError(f"{path}: damaged; copy the checkpoint anew or remove {folder}")
     return metadata
+
+
+def _is_whole(metadata: object) -> bool:
+    if not isinstance(metadata, Metadata):
+        return False
+    tables = (metadata.state_dict_metadata, metadata.storage_data)
+    return all(isinstance(table, dict) for table in tables) and all(
+        isinstance(part, _StorageInfo)
+        and isinstance(part.relative_path, str)
+        and type(part.offset) is type(part.length) is int
+        for part in metadata.storage_data.values()
+    )
 
 
 def load_without_code() -> None:
@@ -208,8 +230,10 @@ def _load_bytes_without_code(
         # Empty bytes are pickled as a call of `bytes`.
         with torch.serialization.safe_globals([bytes]):
             torch.load(value, weights_only=True)
-    except pickle.UnpicklingError:
-        raise ValueError(f"checkpoint: {name} names code to run; not loaded") from None
+    except Exception as error:  # whatever damaged bytes lead to
+        code = isinstance(error, pickle.UnpicklingError) and "nsupported" in str(error)
+        what = "names code to run" if code else "is damaged"
+        raise ValueError(f"checkpoint: {name} {what}; not loaded") from None
     value.seek(0)
     _load_bytes(planner, read_item, value)
 

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from recipes.checkpoint.files import (
 )
 from recipes.process.preemption import Preempted
 from recipes.titan import device_module, logger
+from recipes.titan.safetensors import format_named
 
 
 class StripedCheckpoints(CheckpointManager):
@@ -130,9 +132,23 @@ class StripedCheckpoints(CheckpointManager):
     def dcp_save(self, state_dict: dict[str, Any], checkpoint_id: str, *args: Any, **kwargs: Any):
         """As torchtitan's; an error of the file system names the folder."""
         try:
-            return super().dcp_save(state_dict, checkpoint_id, *args, **kwargs)
+            with format_named():
+                return super().dcp_save(state_dict, checkpoint_id, *args, **kwargs)
         except (CheckpointException, OSError) as error:
             raise _named(error, checkpoint_id) from None
+
+    def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, *args: Any, **kwargs: Any):
+        """As torchtitan's; bytes that cannot be read are a damaged file, not an error here."""
+        try:
+            super().dcp_load(state_dict, checkpoint_id, *args, **kwargs)
+        except CheckpointException as error:
+            cause = next(iter(error.failures.values()))[0]
+            if isinstance(cause, ValueError):
+                raise ValueError(f"{checkpoint_id}: {cause}") from None
+            torn = isinstance(cause, (EOFError, UnpicklingError))
+            if torn or "PytorchStreamReader" in str(cause):
+                raise ValueError(f"{checkpoint_id}: damaged ({cause}); copy it anew") from None
+            raise
 
     def _async_wait(self) -> None:
         try:

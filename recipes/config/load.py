@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from recipes.config.schema import StripedJobConfig
@@ -24,7 +25,12 @@ else:
     import tomli as tomllib
 
 
-def read_config(args: Sequence[str], check: Callable[[StripedJobConfig], None]) -> StripedJobConfig:
+# Told the settings, and whether the file or the command line has a key.
+Check = Callable[[StripedJobConfig, Callable[[str], bool]], None]
+_DEFAULT = " (default)"
+
+
+def read_config(args: Sequence[str], check: Check) -> StripedJobConfig:
     """Read the TOML file that `args` names and the overrides in `args`.
 
     Args:
@@ -35,13 +41,13 @@ def read_config(args: Sequence[str], check: Callable[[StripedJobConfig], None]) 
         ValueError: one line that names the file, the key, its value and what is allowed.
     """
     path = _config_file(args)
-    table = read_toml(path) if path else {}
+    table = read_toml(path) if path is not None else {}
     try:
         table = check_table(table, StripedJobConfig)
         _refuse_code(table)
         config = _parse(args, table)
         check_table(asdict(config), StripedJobConfig)  # the parser takes integers of any size
-        check(config)
+        check(config, lambda key: not _origin(key, path, table, args).endswith(_DEFAULT))
     except InvalidSetting as error:
         raise ValueError(f"{_origin(error.key, path, table, args)}: {error}") from None
     except CannotRun as error:
@@ -128,16 +134,18 @@ def read_toml(path: str) -> dict[str, Any]:
     """
     if not os.path.isfile(path):
         what = "a folder" if os.path.isdir(path) else "no such file"
-        raise ValueError(f"{path}: {what}; --job.config_file names a TOML file")
-    with open(path, "rb") as file:
-        try:
-            return tomllib.loads(file.read().decode("utf-8-sig"))
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from None
-        except tomllib.TOMLDecodeError as error:
-            raise ValueError(f"{path}: not valid TOML: {error}") from None
-        except RecursionError:
-            raise ValueError(f"{path}: not valid TOML: nested too deeply") from None
+        name = path or '""'
+        raise ValueError(f"{name}: {what}; --job.config_file names a TOML file")
+    try:
+        return tomllib.loads(Path(path).read_bytes().decode("utf-8-sig"))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: not valid TOML: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{path}: not valid TOML: nested too deeply") from None
 
 
 def _origin(key: str, path: str | None, table: dict[str, Any], args: Sequence[str]) -> str:
@@ -146,4 +154,4 @@ def _origin(key: str, path: str | None, table: dict[str, Any], args: Sequence[st
         return "command line"
     for part in key.split("."):
         table = table.get(part, {}) if isinstance(table, dict) else {}
-    return path if path and table != {} else f"{path or 'command line'} (default)"
+    return path if path and table != {} else f"{path or 'command line'}{_DEFAULT}"

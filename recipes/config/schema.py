@@ -30,9 +30,10 @@ class DataSource:
     """Dataset to use: "sample" (the bundled corpus), "local" with dataset_path, a Hugging Face name
     owner/name, or one of torchtitan's own"""
 
-    dataset_path: str | None = None
-    """File, folder or glob of .txt, .jsonl, .jsonl.gz, .parquet, or a prepared folder (dataset
-    "local"); where torchtitan's own datasets are found"""
+    dataset_path: str | list[str] | None = None
+    """Files, folders or globs of .txt, .jsonl, .json (JSON Lines), these packed as .gz or .zst, and
+    .parquet, one or a list; or a prepared folder (dataset "local"); where torchtitan's own datasets
+    are found"""
 
     text_column: str = "text"
     """JSON key or column that holds the text of a document"""

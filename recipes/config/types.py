@@ -5,6 +5,7 @@ torchtitan 0.2.2 does not check types: `context_parallel_degree = "2"` stays a s
 """
 
 import difflib
+import itertools
 import json
 import types
 from collections.abc import Iterable, Sequence
@@ -87,9 +88,19 @@ def check_options(args: Sequence[str], schema: type) -> None:
         switch = key if key in kinds else key.removeprefix("no_")
         if switch not in kinds or (switch != key and kinds[switch] is not bool):
             raise _unknown_key(".".join((*sections, key)), value, place)
-        if equals and kinds[switch] is bool:
-            on, off = (".".join((*sections, x)) for x in (switch, f"no_{switch}"))
-            raise InvalidSetting(on, value, "a switch has no value", f"--{on} or --{off}")
+        kind, full_name = kinds[switch], ".".join((*sections, switch))
+        if equals and kind is bool:
+            off = ".".join((*sections, f"no_{switch}"))
+            why, allowed = "a switch has no value", f"--{full_name} or --{off}"
+            raise InvalidSetting(full_name, value, why, allowed)
+        if kind in (int, float) and not _is_number(value, kind):
+            raise InvalidSetting(full_name, value, "wrong type or value", _describe(kind))
+        more = itertools.takewhile(lambda x: not x.startswith("--"), args[i + 2 :])
+        if kind == list[str] and equals == " " and (rest := list(more)):
+            allowed = f"--{full_name} {','.join((value, *rest))}"
+            raise InvalidSetting(
+                full_name, [value, *rest], "a list is written with commas", allowed
+            )
 
 
 def _unknown_key(key: str, value: object, schema: type) -> InvalidSetting:
@@ -99,7 +110,17 @@ def _unknown_key(key: str, value: object, schema: type) -> InvalidSetting:
     known = [f.name for f in fields(schema)]
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"unknown key, did you mean {prefix}{close[0]}?" if close else "unknown key"
+    if close and section:
+        return InvalidSetting(key, value, hint, f"the keys of [{section}], see train.py --help")
     return InvalidSetting(key, value, hint, ", ".join(prefix + n for n in known))
+
+
+def _is_number(text: str, kind: type) -> bool:
+    try:
+        kind(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _matches(value: object, kind: Any) -> bool:

@@ -70,6 +70,19 @@ _MINUS_ONE_OR_AT_LEAST_ONE = (
     "validation.local_batch_size",
 )
 _MINUS_ONE_OR_AT_LEAST_ZERO = ("checkpoint.load_step",)
+# What is made for each of them costs memory, or is a number of C.
+_AT_MOST = {
+    "training.local_batch_size": 2**20,
+    "validation.local_batch_size": 2**20,
+    "training.dataloader.num_workers": 1024,
+    "validation.dataloader.num_workers": 1024,
+    "training.dataloader.prefetch_factor": 2**20,
+    "validation.dataloader.prefetch_factor": 2**20,
+    "comm.trace_buf_size": 2**31 - 1,
+    "profiling.profile_freq": 2**31 - 1,
+    "profiling.profiler_active": 2**31 - 1,
+    "profiling.profiler_warmup": 2**31 - 1,
+}
 _SECONDS = ("comm.init_timeout_seconds", "comm.train_timeout_seconds")
 _NOT_EMPTY = (
     "job.dump_folder",
@@ -155,6 +168,10 @@ def _check_ranges(config: StripedJobConfig) -> None:
             value = get(config, key)
             if value is not None and not (math.isfinite(value) and fits(value)):
                 raise InvalidSetting(key, value, "out of range", allowed)
+    for key, most in _AT_MOST.items():
+        value = get(config, key)
+        if value is not None and value > most:
+            raise InvalidSetting(key, value, "out of range", f"at most {most}")
     for key in _NOT_EMPTY:
         if get(config, key) == "":
             raise InvalidSetting(key, "", "empty", "a name")

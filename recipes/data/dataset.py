@@ -8,13 +8,14 @@ from typing import Any
 
 import datasets
 
+from recipes.config.types import toml
 from recipes.data.files import digest
 from recipes.data.loader import DocumentLoader
 from recipes.data.records import Record
 from recipes.data.shards import is_shard_folder
 from recipes.data.sources import FileSource, HubSource, PreparedSource, Source
 from recipes.data.tokens import tokenizer_identity
-from recipes.titan import DATASETS
+from recipes.titan import DATASETS, logger
 
 SAMPLE = Path(__file__).parents[2] / "assets" / "corpus" / "austen.jsonl.gz"
 
@@ -29,7 +30,7 @@ def build_source(config: Any, section: str, tokenizer: Any) -> Source:
     name, path = data.dataset, data.dataset_path
     if name == "sample":
         return FileSource(str(SAMPLE), "text")
-    if name == "local" and is_shard_folder(Path(path)):
+    if name == "local" and is_shard_folder(path):
         # Validation reads the same documents every time, in the order of the files.
         seed = config.documents.shuffle_seed if section == "training" else None
         return PreparedSource(Path(path), tokenizer_identity(tokenizer), seed)
@@ -52,8 +53,20 @@ def build_source(config: Any, section: str, tokenizer: Any) -> Source:
     try:
         return HubSource(where, digest([where, *details]), open_dataset(), read)
     except Exception as error:  # `datasets` raises many kinds, among them its own
-        reason = str(error).splitlines()[0]
+        # The second line lists what there is to choose from.
+        reason = " ".join(str(error).splitlines()[:2])
+        if "onfig name" in reason:
+            reason += f" ({section}.dataset_subset)"
         raise ValueError(f"{section}.dataset: {where} cannot be opened: {reason}") from error
+
+
+def tell_of_novels(config: Any, section: str) -> None:
+    """Say so where a section measures on the bundled novels and training reads other data."""
+    if getattr(config, section).dataset == "sample" and config.training.dataset != "sample":
+        logger.warning(
+            f'{section}.dataset = "sample", its default: it measures on the bundled novels, while '
+            f"training.dataset = {toml(config.training.dataset)}; name the data to measure on"
+        )
 
 
 def check_documents(source: Source, section: str, dp_degree: int) -> None:
@@ -96,6 +109,7 @@ def build_validation_dataloader(
     Every rank packs all documents and takes its part of the sequences: the sequences do not depend
     on the data-parallel degree, and all ranks have equally many batches.
     """
+    tell_of_novels(job_config, "validation")
     return _build("validation", dp_world_size, dp_rank, tokenizer, job_config, infinite)
 
 

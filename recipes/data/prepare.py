@@ -29,8 +29,7 @@ from recipes.data.shards import (
     write_json,
     write_shard,
 )
-from recipes.data.tokens import encode, tokenizer_identity
-from recipes.titan import HuggingFaceTokenizer
+from recipes.data.tokens import Tokenizer, encode, tokenizer_identity
 
 # A worker's portion: so many documents or bytes of a file, whichever comes first.
 _CHUNK_DOCUMENTS = 64
@@ -118,11 +117,9 @@ def clear(output: Path) -> None:
 
 def load_tokenizer(path: str) -> Any:
     """torchtitan's tokenizer, the one that training uses."""
-    # Imported late: it takes torch along, which --help has no need of.
-
     try:
-        return HuggingFaceTokenizer(path)
-    except FileNotFoundError as error:
+        return Tokenizer(path)
+    except Exception as error:  # the library raises what its Rust core says, of no kind
         raise ValueError(f"--tokenizer {path}: {error}") from None
 
 
@@ -132,7 +129,6 @@ def _open(output: Path, settings: Settings, tokenizer: str) -> dict[str, Any]:
         "files": files_identity(settings.files, settings.text_column),
         "tokenizer": tokenizer,
         "shard_tokens": settings.shard_tokens,
-        "skip_bad": settings.skip_bad,
     }
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -142,6 +138,8 @@ def _open(output: Path, settings: Settings, tokenizer: str) -> dict[str, Any]:
         raise ValueError(f"--output {output}: is finished; --overwrite prepares it anew")
     if (output / PROGRESS).exists():
         state = read_json(output / PROGRESS)
+        if not _is_progress(state):
+            raise ValueError(f"{output / PROGRESS}: damaged; --overwrite prepares it anew")
         changed = [key for key in wanted if state["settings"].get(key) != wanted[key]]
         if changed:
             raise ValueError(
@@ -156,6 +154,17 @@ def _open(output: Path, settings: Settings, tokenizer: str) -> dict[str, Any]:
     state = {"settings": wanted, "after": [0, 0], "bad_documents": 0, "shards": []}
     write_json(output / PROGRESS, state)
     return state
+
+
+def _is_progress(state: dict[str, Any]) -> bool:
+    after = state.get("after")
+    return (
+        isinstance(state.get("settings"), dict)
+        and isinstance(state.get("shards"), list)
+        and type(state.get("bad_documents")) is int
+        and isinstance(after, list)
+        and [type(number) for number in after] == [int, int]
+    )
 
 
 def _add_shard(

@@ -6,25 +6,37 @@ pickled), and a document that belongs to another rank is never parsed. Whatever 
 document is found in `text()` and raised as `BadDocument`, naming file, line and remedy.
 """
 
+import contextlib
 import gzip
+import io
 import json
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
+from typing import IO, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
+_LINES = (".jsonl", ".json")
+_TEXT = (".txt",)
+_PACKED = (".gz", ".zst")
+SUFFIXES = (
+    *(kind + packed for kind in (*_TEXT, *_LINES) for packed in ("", *_PACKED)),
+    ".parquet",
+)
+# Of one document, unpacked: 8 to 16 million tokens. Tokenizers take a hundred times the memory of
+# what they read, and a small packed file can be a line without end.
+MAX_BYTES = 1 << 25
 
 REMEDY = (
     "correct it, or leave bad documents out: python scripts/prepare_documents.py --skip-bad "
     "writes and counts only the good ones"
 )
 
+_UNREADABLE = (OSError, EOFError, zlib.error)
 # Rows of a Parquet file held decoded at a time; a row may be a whole book.
 _PARQUET_ROWS = 16
 
@@ -63,8 +75,10 @@ class Record(ABC):
         return f"{self.path}, {self.unit} {self.number}"
 
     def text(self) -> str:
-        """The document. Raises BadDocument if it is empty or cannot be decoded."""
+        """The document. Raises BadDocument if it is empty, too long or cannot be decoded."""
         text = self._decode()
+        if len(text) > MAX_BYTES:
+            raise _too_long(self.place)
         if not text.strip():
             raise BadDocument(self.place, "the document is empty")
         return text
@@ -74,7 +88,7 @@ class Record(ABC):
 
     def _utf8(self, raw: bytes) -> str:
         try:
-            return raw.decode("utf-8")
+            return raw.decode("utf-8").removeprefix("\ufeff")
         except UnicodeDecodeError as error:
             line = raw.count(b"\n", 0, error.start)
             place = f"{self.path}, line {line + 1}" if self.unit == "file" else self.place
@@ -94,9 +108,12 @@ class TextFile(Record):
 
     def _decode(self) -> str:
         try:
-            raw = Path(self.path).read_bytes()
-        except OSError as error:
-            raise BadDocument(self.path, f"cannot be read ({error.strerror})") from None
+            with _open(Path(self.path)) as (file, _):
+                raw = file.read(MAX_BYTES + 1)
+        except _UNREADABLE as error:
+            raise BadDocument(self.path, f"cannot be read ({error})") from None
+        if len(raw) > MAX_BYTES:
+            raise _too_long(self.path)
         return self._utf8(raw)
 
 
@@ -108,11 +125,15 @@ class JsonLine(Record):
     column: str
 
     def _decode(self) -> str:
+        line = self._utf8(self.raw)
         try:
-            value = json.loads(self._utf8(self.raw))
+            value = json.loads(line)
         except json.JSONDecodeError as error:
             cause = f"not JSON ({error.msg}, column {error.colno})"
             raise BadDocument(self.place, cause) from None
+        except (ValueError, RecursionError) as error:
+            # Numbers of thousands of digits, thousands of brackets: the parser's own limits.
+            raise BadDocument(self.place, f"not JSON that can be read ({error})") from None
         if not isinstance(value, dict):
             raise BadDocument(
                 self.place, f"a JSON object is expected, found {type(value).__name__}"
@@ -158,10 +179,10 @@ def read_records(path: Path, column: str, skip: int = 0) -> Iterator[Record]:
 
     Args:
         path: a file whose name ends in one of SUFFIXES.
-        column: JSON key or Parquet column that holds the text; .txt files have none.
+        column: JSON key or Parquet column that holds the text; text files have none.
         skip: how many lines, rows or documents to pass over, as counted by `Record.number`.
     """
-    if path.name.endswith(".txt"):
+    if path.name.endswith(tuple(s for s in SUFFIXES if s.startswith(_TEXT))):
         if skip == 0:
             yield TextFile(str(path), 1, path.stat().st_size)
     elif path.name.endswith(".parquet"):
@@ -170,23 +191,49 @@ def read_records(path: Path, column: str, skip: int = 0) -> Iterator[Record]:
         yield from _json_lines(path, column, skip)
 
 
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """A file to read from, unpacked, and the file as stored, whose position tells the progress."""
+    with open(path, "rb") as stored:
+        if path.suffix == ".gz":
+            yield cast(IO[bytes], gzip.GzipFile(fileobj=stored)), stored
+        elif path.suffix == ".zst":
+            unpacked = pa.CompressedInputStream(pa.PythonFile(stored, mode="r"), "zstd")
+            yield io.BufferedReader(unpacked), stored
+        else:
+            yield stored, stored
+
+
 def _json_lines(path: Path, column: str, skip: int) -> Iterator[Record]:
-    number, offset = skip, 0
+    number = 0
+    offset = 0
     try:
-        with open(path, "rb") as file:
-            lines = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
-            for number, line in enumerate(islice(lines, skip, None), skip + 1):
-                offset = file.tell() if lines is not file else offset + len(line)
-                if not line.isspace():
+        with _open(path) as (file, stored):
+            for number, line in enumerate(_lines(file), 1):
+                offset = stored.tell() if file is not stored else offset + len(line)
+                if number <= skip or line.isspace():
+                    continue
+                if len(line) > MAX_BYTES:
+                    yield Broken(str(path), number, offset, _too_long(f"{path}, line {number}"))
+                else:
                     yield JsonLine(str(path), number, offset, line, column)
-    except (OSError, EOFError, zlib.error) as error:
+    except _UNREADABLE as error:
         cause = f"cannot be read on ({error})"
         remedy = (
-            f"fetch the file anew (gzip -t tells whether a copy is whole), or keep what stands "
-            f"before line {number + 1}: python scripts/prepare_documents.py --skip-bad"
+            "fetch the file anew (gzip -t or zstd -t tells whether a copy is whole), or keep what "
+            f"stands before line {number + 1}: python scripts/prepare_documents.py --skip-bad"
         )
         broken = BadDocument(f"{path}, line {number + 1}", cause, remedy)
         yield Broken(str(path), number + 1, offset, broken)
+
+
+def _lines(file: IO[bytes]) -> Iterator[bytes]:
+    """Lines of a file; of one that is too long its beginning, longer than MAX_BYTES too."""
+    while line := file.readline(MAX_BYTES + 2):
+        rest = line
+        while len(rest) > MAX_BYTES and not rest.endswith(b"\n"):
+            rest = file.readline(MAX_BYTES + 2)
+        yield line
 
 
 def _parquet_rows(path: Path, column: str, skip: int) -> Iterator[Record]:
@@ -195,7 +242,7 @@ def _parquet_rows(path: Path, column: str, skip: int) -> Iterator[Record]:
     try:
         with pq.ParquetFile(path, memory_map=True) as file:
             if column not in file.schema_arrow.names:
-                raise _missing_column(str(path), column, file.schema_arrow.names)
+                raise _missing_column(str(path), column, file.schema_arrow.names, "")
             kind = file.schema_arrow.field(column).type
             if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
                 raise BadDocument(str(path), f"column {column!r} is {kind}, text is expected")
@@ -218,7 +265,13 @@ def _parquet_rows(path: Path, column: str, skip: int) -> Iterator[Record]:
         yield Broken(str(path), row + 1, size, BadDocument(str(path), cause, remedy))
 
 
-def _missing_column(place: str, column: str, found: list[str]) -> BadDocument:
+def _too_long(place: str) -> BadDocument:
+    return BadDocument(place, f"longer than {MAX_BYTES >> 20} MiB, the limit of one document")
+
+
+def _missing_column(
+    place: str, column: str, found: list[str], otherwise: str = f", or {REMEDY}"
+) -> BadDocument:
     cause = f"column {column!r} is missing (found: {', '.join(map(str, found)) or 'none'})"
-    remedy = "name the column that holds the text with text_column (--text-column), or " + REMEDY
-    return BadDocument(place, cause, remedy)
+    remedy = "name the column that holds the text with text_column (--text-column)"
+    return BadDocument(place, cause, remedy + otherwise)

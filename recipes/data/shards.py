@@ -93,7 +93,11 @@ class ShardFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.manifest = read_manifest(folder)
-        self.files = [folder / shard["file"] for shard in self.manifest["shards"]]
+        names = [shard["file"] for shard in self.manifest["shards"]]
+        for name in names:
+            if Path(name).name != name:
+                raise ValueError(f"{folder / MANIFEST}: names {name}, outside of its folder")
+        self.files = [folder / name for name in names]
         self._lists: list[pa.ListArray] = []
         for path, shard in zip(self.files, self.manifest["shards"], strict=True):
             if not path.is_file() or path.stat().st_size != shard["bytes"]:
@@ -139,5 +143,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def is_shard_folder(path: Path) -> bool:
-    return (path / MANIFEST).exists() or (path / PROGRESS).exists()
+def is_shard_folder(path: str | Sequence[str]) -> bool:
+    """Whether a path is one folder that prepare_documents.py has at least begun to write."""
+    if not isinstance(path, str):
+        return False
+    return any(Path(path, name).exists() for name in (MANIFEST, PROGRESS))

@@ -6,7 +6,7 @@ begins with the next one. Document i of a pass belongs to data-parallel rank i m
 of one context- or tensor-parallel group read the same, others read different documents.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,8 +37,11 @@ class Source(Protocol):
 class FileSource:
     """Text, JSON Lines and Parquet files, read in the order of their names."""
 
-    def __init__(self, path: str, column: str) -> None:
-        self.files = find_files(path)
+    def __init__(self, paths: str | Sequence[str], column: str) -> None:
+        found = find_files(paths)
+        if found.left_out:
+            logger.info(f"{paths}: {found.told()}")
+        self.files = found.files
         self.column = column
         self.identity = files_identity(self.files, column)
 

@@ -9,7 +9,7 @@ from torch import nn
 from tqdm import tqdm
 
 from recipes.config.schema import StripedJobConfig
-from recipes.data.dataset import build_source
+from recipes.data.dataset import build_source, tell_of_novels
 from recipes.evaluation.haystack import Encoder, Haystack
 from recipes.evaluation.scorer import Scorer
 from recipes.evaluation.tasks import TASKS, Sample
@@ -68,6 +68,7 @@ class Evaluator:
         batch_mesh = parallel_dims.get_optional_mesh("batch")
         self.dp_degree = batch_mesh.size() if batch_mesh is not None else 1
         self.dp_rank = batch_mesh.get_local_rank() if batch_mesh is not None else 0
+        tell_of_novels(config, "evaluation")
         encode = Encoder(tokenizer)
         source = build_source(config, "evaluation", tokenizer)
         longest = lengths_of(config)[-1]

@@ -7,6 +7,7 @@ import numpy as np
 
 from recipes.data.records import Record
 from recipes.data.sources import Source
+from recipes.titan import logger
 
 # Noise that RULER and the passkey papers repeat (arXiv 2305.16300, 2404.06654).
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
@@ -57,6 +58,13 @@ class Haystack:
         if not total:
             raise ValueError("evaluation.dataset: no text in it")
         self.tokens = np.concatenate(parts)
+        if len(self.tokens) < count:
+            logger.warning(
+                f"evaluation.dataset has {len(self.tokens):,} tokens, {count:,} are wanted "
+                "(evaluation.texts of the greatest length): the texts repeat each other, and the "
+                "gain of far context looks greater than it is; name more data or lower "
+                "evaluation.texts or evaluation.lengths"
+            )
 
     def take(self, start: int, count: int) -> np.ndarray:
         """int64 (count,), from `start` on, around the end."""

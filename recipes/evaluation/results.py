@@ -12,18 +12,20 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def write(result: dict[str, Any], folder: Path, step: int, writer: SummaryWriter) -> list[Path]:
-    """Write step-N.json and, where there is a heat-map, step-N.png; log both to TensorBoard.
+def write(
+    result: dict[str, Any], folder: Path, name: str, step: int, writer: SummaryWriter
+) -> list[Path]:
+    """Write NAME.json and, where there is a heat-map, NAME.png; log both to TensorBoard.
 
     Returns:
         The files written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    written = [folder / f"step-{step}.json"]
+    written = [folder / f"{name}.json"]
     written[0].write_text(json.dumps({"step": step, **result}, indent=2) + "\n", encoding="utf-8")
     figure = draw(result)
     if figure is not None:
-        written.append(folder / f"step-{step}.png")
+        written.append(folder / f"{name}.png")
         figure.savefig(written[1], dpi=120)
     for name, value in scalars(result):
         writer.add_scalar(name, value, step)

@@ -8,7 +8,7 @@ only the rest of the block is computed again, unless `memory.recompute_attention
 memory instead.
 """
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     create_selective_checkpoint_contexts,
-    noop_context_fn,
 )
 from torchtitan.config.job_config import ActivationCheckpoint
 from torchtitan.distributed.activation_checkpoint import apply_ac
@@ -78,7 +77,7 @@ def apply_activation_checkpointing(
         if (int(layer_id) + 1) % every == 0:
             wrapped = checkpoint_wrapper(
                 block,
-                context_fn=_context_fn(recompute_attention, offload),
+                **_contexts(recompute_attention, offload),
                 preserve_rng_state=settings.preserve_rng_state,
                 determinism_check=settings.determinism_check,
                 early_stop=settings.early_stop,
@@ -92,18 +91,22 @@ def apply_activation_checkpointing(
     )
 
 
-def _context_fn(recompute_attention: bool, offload: CheckpointOffload | None) -> Callable:
-    """What torch's checkpoint runs the forward pass and the recomputation in."""
+def _contexts(recompute_attention: bool, offload: CheckpointOffload | None) -> dict[str, Any]:
+    """What torch's checkpoint runs the forward pass and the recomputation in.
+
+    Nothing at all where everything is computed again: torch.compile (2.13) cannot trace torch's own
+    `noop_context_fn`.
+    """
     if recompute_attention:
-        return noop_context_fn
+        return {}
     if offload is None:
-        return lambda: create_selective_checkpoint_contexts(_keep_attention)
+        return {"context_fn": lambda: create_selective_checkpoint_contexts(_keep_attention)}
 
     def offloading_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
         kept: list = []
         return _StoreAttention(kept, offload), _FetchAttention(kept, offload)
 
-    return offloading_contexts
+    return {"context_fn": offloading_contexts}
 
 
 def _keep_attention(ctx, operator, *args, **kwargs) -> CheckpointPolicy:

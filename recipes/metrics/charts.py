@@ -15,7 +15,7 @@ _CHARTS: dict[str, dict[str, tuple[str, ...]]] = {
         "share of tokens by position": ("token_share_by_position/",),
     },
     "Speed": {
-        "tokens per second and GPU": ("throughput(tps)", "planned/throughput(tps)"),
+        "tokens per second and rank": ("throughput(tps)", "planned/throughput(tps)"),
         "MFU": ("mfu(%)", "mfu_causal(%)", "planned/mfu(%)", "planned/mfu_causal(%)"),
         "seconds per step": ("time_metrics/end_to_end(s)", "planned/end_to_end(s)"),
         "hours left": ("time_metrics/left(h)",),
@@ -46,14 +46,22 @@ _CHARTS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 
-def custom_scalars() -> dict[str, dict[str, list]]:
-    """The layout as `SummaryWriter.add_custom_scalars` takes it."""
-    return {
+def custom_scalars(validation: bool, ring: bool) -> dict[str, dict[str, list]]:
+    """The layout as `SummaryWriter.add_custom_scalars` takes it.
+
+    Args:
+        validation, ring: whether the run has either; without, no chart is empty.
+    """
+    absent = (() if validation else ("validation",)) + (() if ring else ("ring/",))
+    groups = {
         group: {
-            chart: ["Multiline", [_pattern(tag) for tag in tags]] for chart, tags in charts.items()
+            chart: ["Multiline", [_pattern(tag) for tag in shown]]
+            for chart, tags in charts.items()
+            if (shown := [tag for tag in tags if not tag.startswith(absent)])
         }
         for group, charts in _CHARTS.items()
     }
+    return {group: charts for group, charts in groups.items() if charts}
 
 
 def twins(metrics: dict[str, float]) -> dict[str, float]:

@@ -66,7 +66,8 @@ class StripedMetrics(MetricsProcessor):
         self.summary = Summary(parallel_dims.world_size, self.gpu_peak_flops, self.planned)
         self.tensorboard = self._tensorboard()
         if self.tensorboard is not None:
-            self.tensorboard.add_custom_scalars(custom_scalars())
+            ring = job_config.metrics.ring and parallel_dims.cp_enabled
+            self.tensorboard.add_custom_scalars(custom_scalars(job_config.validation.enable, ring))
 
     def should_log(self, step: int) -> bool:
         return super().should_log(step) or step == self.job_config.training.steps

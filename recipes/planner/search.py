@@ -15,18 +15,20 @@ _LOSS_CHUNK = 2048
 _MLP_CHUNK = 8192
 
 
-def search(run: Run, gpu: Gpu, network_gb_s: float, kernels: tuple[str, ...]) -> list[Plan]:
+def search(
+    run: Run, sequences: int | None, gpu: Gpu, network_gb_s: float, kernels: tuple[str, ...]
+) -> list[Plan]:
     """The best plan of every mesh on which `run` fits comfortably, fastest first.
 
-    Every mesh of `run.gpus` GPUs is tried with every combination of memory levers. The sequences
-    of a step stay what they are, so a mesh whose data-parallel ranks would get no whole number of
-    them is left out.
+    Every mesh of `run.gpus` GPUs is tried with every combination of memory levers.
 
     Args:
+        sequences: of a step, as `run_to_search` returns it. A mesh whose data-parallel ranks would
+            get no whole number of them is left out. None: each rank gets `run.local_batch`.
         kernels: attention kernels to try.
     """
     best = []
-    for mesh in _meshes(run, gpu):
+    for mesh in _meshes(run, sequences, gpu):
         plans = [
             make_plan(candidate, gpu, network_gb_s)
             for levers in _levers(run)
@@ -49,12 +51,11 @@ def _divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def _meshes(run: Run, gpu: Gpu) -> Iterator[Run]:
+def _meshes(run: Run, sequences: int | None, gpu: Gpu) -> Iterator[Run]:
     """Every split of the GPUs over dp_shard, cp, tp and pp that training accepts.
 
     Tensor parallelism stays inside a node.
     """
-    sequences = run.sequences_per_step
     degrees = product(
         _divisors(gpu.gpus_per_node),
         _divisors(run.gpus),
@@ -62,9 +63,11 @@ def _meshes(run: Run, gpu: Gpu) -> Iterator[Run]:
     )
     for tp, pp, cp in degrees:
         data_parallel, rest = divmod(run.gpus, tp * pp * cp)
-        if rest or sequences % data_parallel:
+        # A pipeline needs as many microbatches as it has stages.
+        total = sequences or run.local_batch * pp * data_parallel
+        if rest or total % data_parallel:
             continue
-        per_rank = sequences // data_parallel
+        per_rank = total // data_parallel
         # A pipeline takes all sequences at once, as microbatches.
         local_batch = per_rank if pp > 1 else min(run.local_batch, per_rank)
         if per_rank % local_batch:

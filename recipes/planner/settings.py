@@ -27,39 +27,59 @@ def run_from_config(
     Raises:
         ValueError: one line naming the setting; also for what the planner does not model.
     """
-    parallelism, training = config.parallelism, config.training
-    _refuse_unmodelled(config)
-    run = with_degrees(
-        Run(
-            SHAPES[config.model.flavor],
-            training.seq_len,
-            local_batch=training.local_batch_size,
-            documents=documents,
-            dp_replicate=parallelism.data_parallel_replicate_degree,
-            dp_shard=parallelism.data_parallel_shard_degree,
-            cp=parallelism.context_parallel_degree,
-            tp=parallelism.tensor_parallel_degree,
-            pp=parallelism.pipeline_parallel_degree,
-            levers=_levers(config),
-            kernel=_kernel(config, gpu),
-            rotate_method=config.striped_cp.rotate_method,
-            layout=parallelism.context_parallel_load_balancer,
-            block_size=config.striped_cp.block_size,
-            parameter_bytes=_DTYPE_BYTES[training.dtype],
-            float8="quantize.linear.float8" in config.model.converters,
-            compiled=compiles_model(config),
-            async_tp=parallelism.enable_async_tensor_parallel,
-            loss_parallel=not parallelism.disable_loss_parallel,
-            reshard_after_forward=parallelism.fsdp_reshard_after_forward,
-            pp_schedule=parallelism.pipeline_parallel_schedule,
-            pp_microbatch=parallelism.pipeline_parallel_microbatch_size,
-            virtual_stages=virtual_stages(config),
-        ),
-        gpus,
-    )
-    run = with_global_batch(run, training.global_batch_size)
+    run = with_degrees(_as_written(config, gpu, documents), gpus)
+    run = with_global_batch(run, config.training.global_batch_size)
     check(run, gpu)
     return run
+
+
+def run_to_search(config: StripedJobConfig, gpus: int, gpu: Gpu) -> tuple[Run, int | None]:
+    """The run that `config` describes, on any mesh of `gpus` GPUs.
+
+    Returns:
+        The run, with all GPUs in dp_shard, and the sequences of a step that every mesh must keep:
+        training.global_batch_size, or what the file's own mesh has; None where that mesh needs
+        another number of GPUs.
+    """
+    written = _as_written(config, gpu, ())
+    anywhere = replace(written, dp_replicate=1, dp_shard=gpus, cp=1, tp=1, pp=1, pp_microbatch=1)
+    total = config.training.global_batch_size
+    if total != -1:
+        return anywhere, total
+    try:
+        return anywhere, with_degrees(written, gpus).sequences_per_step
+    except ValueError:
+        return anywhere, None
+
+
+def _as_written(config: StripedJobConfig, gpu: Gpu, documents: tuple[int, ...]) -> Run:
+    parallelism, training = config.parallelism, config.training
+    _refuse_unmodelled(config)
+    return Run(
+        SHAPES[config.model.flavor],
+        training.seq_len,
+        local_batch=training.local_batch_size,
+        documents=documents,
+        dp_replicate=parallelism.data_parallel_replicate_degree,
+        dp_shard=parallelism.data_parallel_shard_degree,
+        cp=parallelism.context_parallel_degree,
+        tp=parallelism.tensor_parallel_degree,
+        pp=parallelism.pipeline_parallel_degree,
+        levers=_levers(config),
+        kernel=_kernel(config, gpu),
+        rotate_method=config.striped_cp.rotate_method,
+        layout=parallelism.context_parallel_load_balancer,
+        block_size=config.striped_cp.block_size,
+        parameter_bytes=_DTYPE_BYTES[training.dtype],
+        float8="quantize.linear.float8" in config.model.converters,
+        compiled=compiles_model(config),
+        async_tp=parallelism.enable_async_tensor_parallel,
+        loss_parallel=not parallelism.disable_loss_parallel,
+        reshard_after_forward=parallelism.fsdp_reshard_after_forward,
+        pp_schedule=parallelism.pipeline_parallel_schedule,
+        pp_microbatch=parallelism.pipeline_parallel_microbatch_size,
+        virtual_stages=virtual_stages(config),
+    )
 
 
 def with_global_batch(run: Run, global_batch_size: int) -> Run:

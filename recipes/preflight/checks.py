@@ -185,7 +185,8 @@ def _check_files(config: StripedJobConfig) -> None:
     path = config.model.hf_assets_path
     if not os.path.isdir(path):
         allowed = "a folder with tokenizer.json"
-        raise InvalidSetting("model.hf_assets_path", path, "no such folder", allowed)
+        where = "" if os.path.isabs(path) else f" in {os.getcwd()}"
+        raise InvalidSetting("model.hf_assets_path", path, f"no such folder{where}", allowed)
     checkpoint = config.checkpoint
     unset = {"initial_load_path": None, "create_seed_checkpoint": False, "load_step": -1}
     for name, default in unset.items():

@@ -184,6 +184,13 @@ def _check_float8(config: StripedJobConfig) -> None:
         raise InvalidSetting("model.converters", converters, why, "one of them")
     if _FLOAT8 not in converters:
         return
+    # torch's scaled matrix products (2.13) take rows and columns in multiples of 16.
+    degree = config.parallelism.context_parallel_degree * config.parallelism.tensor_parallel_degree
+    rows, rest = divmod(config.training.local_batch_size * config.training.seq_len, degree)
+    if rest or rows % 16:
+        why = f"float8 needs rows per rank in multiples of 16, there are {rows} on {degree} ranks"
+        allowed = f"multiples of {16 * degree}, or no converter"
+        raise InvalidSetting("training.seq_len", config.training.seq_len, why, allowed)
     float8 = config.quantize.linear.float8
     for name in ("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp"):
         if getattr(float8, name) and float8.recipe_name is not None:

@@ -1,7 +1,6 @@
 """Refuse data settings that cannot work, before any process group exists."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 from recipes.config.types import InvalidSetting
@@ -9,10 +8,12 @@ from recipes.data.dataset import build_source, check_documents
 from recipes.data.files import find_files
 from recipes.data.records import SUFFIXES
 from recipes.data.shards import is_shard_folder
+from recipes.data.tokens import Tokenizer
 from recipes.preflight.data_resume import check_checkpoint
-from recipes.titan import DATASETS, HuggingFaceTokenizer
+from recipes.titan import DATASETS
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+")
+# Neither part begins with a dot: a name is no path out of its folder.
+_HUB_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*/[A-Za-z0-9_-][A-Za-z0-9_.-]*")
 _NAMES = '"sample", "local" with dataset_path, {}, or owner/name of a Hugging Face dataset'
 
 
@@ -43,7 +44,7 @@ def _check_settings(config: Any, section: str) -> None:
     elif path is not None and name not in DATASETS:
         why = f"dataset is {name!r}, which has no path"
         raise InvalidSetting(f"{section}.dataset_path", path, why, 'with dataset = "local"')
-    prepared = name == "local" and is_shard_folder(Path(path))
+    prepared = name == "local" and is_shard_folder(path)
     fixed = prepared or name == "sample" or name in DATASETS
     if data.text_column != "text" and fixed:
         why = f"dataset {'is prepared' if prepared else repr(name)}, its text is known"
@@ -62,19 +63,23 @@ def _check_settings(config: Any, section: str) -> None:
 def _check_documents(config: Any, section: str, dp_degree: int) -> None:
     """Look into the files. The hub's are left to the loader: to open them takes long."""
     if getattr(config, section).dataset in ("local", "sample"):
-        tokenizer = HuggingFaceTokenizer(config.model.hf_assets_path)
+        tokenizer = Tokenizer(config.model.hf_assets_path)
         check_documents(build_source(config, section, tokenizer), section, dp_degree)
 
 
-def _check_path(section: str, path: str | None) -> None:
+def _check_path(section: str, path: str | list[str] | None) -> None:
     key = f"{section}.dataset_path"
     allowed = (
-        f"a file, a folder or a glob of {', '.join(SUFFIXES)}, or a folder that "
+        f"a file, a folder or a glob of {', '.join(SUFFIXES)}, a list of them, or a folder that "
         "scripts/prepare_documents.py wrote"
     )
     if path is None:
         raise InvalidSetting(key, path, 'dataset is "local"', allowed)
-    if not is_shard_folder(Path(path)):
+    if not is_shard_folder(path):
+        for one in [path] if isinstance(path, str) else path:
+            if is_shard_folder(one):
+                why = f"{one} is a prepared folder, which stands alone"
+                raise InvalidSetting(key, path, why, allowed)
         try:
             find_files(path)
         except ValueError as error:

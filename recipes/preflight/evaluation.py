@@ -6,13 +6,16 @@ from recipes.checkpoint.files import checkpoint_to_load
 from recipes.config.schema import StripedJobConfig
 from recipes.config.types import InvalidSetting, choices
 from recipes.data.dataset import build_source
+from recipes.data.tokens import Tokenizer
 from recipes.evaluation.evaluator import lengths_of, make_samples
 from recipes.evaluation.haystack import Encoder, Haystack
 from recipes.evaluation.tasks import TASKS
 from recipes.models.llama3.args import FLAVORS
 from recipes.models.llama3.rope import longest_sequence
 from recipes.preflight.weights import loads_hf
-from recipes.titan import HuggingFaceTokenizer
+
+# All are made before the first is measured.
+_MOST_TEXTS = 100_000
 
 
 def check_evaluation(config: StripedJobConfig) -> None:
@@ -30,7 +33,7 @@ def check_evaluation(config: StripedJobConfig) -> None:
         allowed = f"at most {reach}, or rope.extrapolate = true"
         raise InvalidSetting("evaluation.lengths", settings.lengths, why, allowed)
     # Says which length is too short for a task, with this tokenizer.
-    tokenizer = HuggingFaceTokenizer(config.model.hf_assets_path)
+    tokenizer = Tokenizer(config.model.hf_assets_path)
     encode = Encoder(tokenizer)
     hay = Haystack(encode, build_source(config, "evaluation", tokenizer), count=1)
     make_samples(config, encode, hay)
@@ -62,6 +65,12 @@ def _check_values(config: StripedJobConfig) -> None:
             raise InvalidSetting(
                 f"evaluation.{name}", getattr(settings, name), "out of range", "at least 0"
             )
+    texts = len(settings.tasks) * len(lengths_of(config)) * len(settings.depths) * settings.samples
+    if max(texts, settings.texts) > _MOST_TEXTS:
+        key = "samples" if texts > _MOST_TEXTS else "texts"
+        why = f"tasks x lengths x depths x samples are {texts:,} texts"
+        allowed = f"at most {_MOST_TEXTS:,} texts"
+        raise InvalidSetting(f"evaluation.{key}", getattr(settings, key), why, allowed)
     if not set(settings.tasks) <= set(TASKS):
         raise InvalidSetting("evaluation.tasks", settings.tasks, "unknown task", choices(TASKS))
     if not settings.tasks and not settings.texts:

@@ -3,7 +3,9 @@
 Raises `InvalidSetting` like `recipes.preflight.checks`, which calls this.
 """
 
+import errno
 import importlib.util
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -14,6 +16,7 @@ from recipes.config.values import get
 from recipes.models.shapes import SHAPES
 
 _GB = 1e9
+_NAME_BYTES = 255  # of one name in a folder, on the file systems of Linux
 # What needs an accelerator: value, why, and what is allowed without one.
 _GPU_ONLY = {
     "profiling.enable_memory_snapshot": (True, "the memory of a GPU is recorded", "false"),
@@ -39,17 +42,29 @@ def check_host(config: StripedJobConfig) -> None:
                 raise InvalidSetting(key, value, f"{why}, this host has none", allowed)
     if uses_ring(config):
         kernel_of(config)
-    existing = _check_writable(config.job.dump_folder)
-    if config.checkpoint.enable and not config.checkpoint.load_only:
+    dump_folder = config.job.dump_folder
+    existing = _check_writable("job.dump_folder", dump_folder, Path(dump_folder))
+    saves = config.checkpoint.enable and not config.checkpoint.load_only
+    for key, used in (
+        ("checkpoint.folder", saves),
+        ("metrics.save_tb_folder", config.metrics.enable_tensorboard),
+        ("profiling.save_traces_folder", config.profiling.enable_profiling),
+        ("profiling.save_memory_snapshot_folder", config.profiling.enable_memory_snapshot),
+    ):
+        if used:
+            _check_writable(key, get(config, key), Path(dump_folder, get(config, key)))
+    if saves:
         _check_room(config, existing)
 
 
-def _check_writable(dump_folder: str) -> Path:
+def _check_writable(key: str, value: str, folder: Path) -> Path:
     """Check that the folder can be made and written to; returns the part of it that exists."""
-    existing = Path(dump_folder).absolute()
+    existing = folder.absolute()
     try:
-        if "\0" in dump_folder:
+        if "\0" in value:
             raise ValueError("it has a null byte")
+        if max(len(os.fsencode(part)) for part in existing.parts) > _NAME_BYTES:
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
         while not existing.exists():
             existing = existing.parent
         with tempfile.TemporaryFile(dir=existing) as file:
@@ -57,7 +72,7 @@ def _check_writable(dump_folder: str) -> Path:
     except (OSError, ValueError) as error:
         why = f"cannot be written to ({getattr(error, 'strerror', None) or error})"
         allowed = "a folder that every rank can write to"
-        raise InvalidSetting("job.dump_folder", dump_folder, why, allowed) from None
+        raise InvalidSetting(key, value, why, allowed) from None
     return existing
 
 

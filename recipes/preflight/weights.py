@@ -6,11 +6,11 @@ from typing import Any
 from recipes.checkpoint.files import branch_goes_on, exported_steps, finished_steps, under_way
 from recipes.config.schema import StripedJobConfig
 from recipes.config.types import InvalidSetting
+from recipes.data.tokens import Tokenizer
 from recipes.models.llama3.args import FLAVORS
-from recipes.models.llama3.model_config import mismatch
+from recipes.models.llama3.model_config import check_numbers, mismatch
 from recipes.models.llama3.rope_config import FIELDS, max_positions, read_rope
 from recipes.models.llama3.state_dict_adapter import hf_shapes
-from recipes.titan import HuggingFaceTokenizer
 from recipes.weights.folder import check_folder, read_json
 
 # A model's vocabulary may be rounded up to a multiple of this.
@@ -38,7 +38,8 @@ def check_weights(config: StripedJobConfig) -> None:
     if loads:
         check_config_json(config)
         folder = weights_folder(config)
-        check_folder(folder, {n: tuple(s) for n, s in hf_shapes(_flavor(config)).items()})
+        tied = read_json(folder / "config.json").get("tie_word_embeddings", False) is True
+        check_folder(folder, {n: tuple(s) for n, s in hf_shapes(_flavor(config)).items()}, tied)
     else:
         take_rope(config)  # a run that goes on needs them too
     _check_tokenizer(config, loads)
@@ -127,6 +128,7 @@ def _check_model(config: StripedJobConfig, folder: Path) -> None:
         allowed = "a folder of Hugging Face weights, as `hf download` makes it"
         raise InvalidSetting(key, str(folder), "there is no config.json", allowed)
     hf = read_json(folder / "config.json")
+    check_numbers(hf, folder / "config.json")
     problem = mismatch(hf, _flavor(config))
     if problem is None:
         return
@@ -143,8 +145,11 @@ def _check_rope(config: StripedJobConfig) -> None:
         return
     path = weights_folder(config) / "config.json"
     hf = read_json(path)
+    check_numbers(hf, path)
     try:
         theirs = read_rope(hf, rope, _flavor(config).head_dim)
+    except (AttributeError, TypeError):
+        raise ValueError(f"{path}: its rope_parameters or rope_scaling cannot be read") from None
     except (KeyError, ValueError) as error:
         why = f"missing {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"{path}: {why}") from None
@@ -173,7 +178,7 @@ def _check_rope(config: StripedJobConfig) -> None:
 def _check_tokenizer(config: StripedJobConfig, loads_hf: bool) -> None:
     path, flavor = config.model.hf_assets_path, config.model.flavor
     try:
-        size = HuggingFaceTokenizer(path).get_vocab_size()
+        size = Tokenizer(path).get_vocab_size()
     except Exception as error:  # the Rust library raises plain Exception, torchtitan several kinds
         why = f"no tokenizer can be read ({str(error).splitlines()[0]})"
         allowed = "a folder with tokenizer.json"

@@ -1,7 +1,8 @@
 """Evaluation by itself: the weights of a run loaded as its training would, and measured."""
 
-from recipes.checkpoint.files import load_without_code, step_to_load
+from recipes.checkpoint.files import checkpoint_to_load, load_without_code, step_to_load
 from recipes.config.schema import StripedJobConfig
+from recipes.preflight.weights import weights_folder
 from recipes.train import spec as train_spec
 from recipes.train.trainer import StripedTrainer
 
@@ -16,6 +17,10 @@ def evaluate(config: StripedJobConfig) -> None:
         loaded = trainer.checkpointer.load(step)
         assert loaded
         assert trainer.evaluation is not None
-        trainer.evaluation.run(max(step, 0))
+        weights = None
+        if step == -1:
+            found = checkpoint_to_load(config)
+            weights = weights_folder(config) if found is None else found.folder
+        trainer.evaluation.run(max(step, 0), weights)
     finally:
         trainer.close()

@@ -2,11 +2,11 @@
 
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.components.optimizer import build_optimizers
-from torchtitan.components.tokenizer import build_hf_tokenizer
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
 from recipes.data.dataset import build_dataloader
+from recipes.data.tokens import build_tokenizer
 from recipes.memory.loss import build_loss
 from recipes.metrics.processor import StripedMetrics
 from recipes.models.llama3.args import FLAVORS
@@ -32,7 +32,7 @@ def register() -> None:
             build_optimizers_fn=build_optimizers,
             build_lr_schedulers_fn=build_lr_schedulers,
             build_dataloader_fn=build_dataloader,
-            build_tokenizer_fn=build_hf_tokenizer,
+            build_tokenizer_fn=build_tokenizer,
             build_loss_fn=build_loss,
             build_validator_fn=build_validator,
             build_metrics_processor_fn=StripedMetrics,

@@ -80,6 +80,8 @@ class StripedTrainer(titan_train.Trainer):
         timeout = timedelta(seconds=self.job_config.comm.init_timeout_seconds)
         give_ring_its_group(parallel_dims, timeout)
         logger.info(versions(self.job_config, parallel_dims))
+        if self.job_config.rope.on_mismatch == "take":
+            logger.info(f"[rope] is that of the weights: {self.job_config.rope}")
         run_startup_check(self.job_config, parallel_dims, self.device)
         return parallel_dims
 

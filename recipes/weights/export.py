@@ -14,8 +14,9 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from tqdm import tqdm
 
-from recipes.checkpoint.files import read_metadata
+from recipes.checkpoint.files import read_whole
 from recipes.config.schema import StripedJobConfig
+from recipes.data.tokens import Tokenizer
 from recipes.models.llama3.args import FLAVORS, TransformerModelArgs
 from recipes.models.llama3.model_config import model_fields
 from recipes.models.llama3.rope_config import FIELDS, max_positions, read_rope, write_rope
@@ -25,7 +26,6 @@ from recipes.models.llama3.state_dict_adapter import (
     hf_shapes,
     native_shapes,
 )
-from recipes.titan import HuggingFaceTokenizer
 from recipes.weights.folder import INDEX, read_json
 
 _TOKENIZER_FILES = (
@@ -89,9 +89,12 @@ def hf_config(config: StripedJobConfig, source: dict[str, Any], dtype: str) -> d
             where its RoPE settings were kept: training on shorter sequences takes none away.
     """
     args, rope = model_args(config), config.rope
-    tokenizer = HuggingFaceTokenizer(config.model.hf_assets_path)
+    tokenizer = Tokenizer(config.model.hf_assets_path)
     positions = config.training.seq_len
-    if source:
+    if rope.scaling == "yarn":
+        # Up to version 4.51 transformers takes the factor from these two lengths.
+        positions = round(rope.scaling_factor * rope.original_max_position_embeddings)
+    elif source:
         theirs = read_rope(source, rope, args.head_dim)
         if all(getattr(rope, n) == getattr(theirs, n) for n in FIELDS[theirs.scaling]):
             positions = max(positions, max_positions(source))
@@ -125,7 +128,10 @@ def convert_checkpoint(
     stored = _stored_weights(checkpoint, native_shapes(args))
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder}: not an empty folder; name a new one")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{folder}: {error.strerror}; name a new folder") from None
     adapter = StateDictAdapter(args, None)
     numbers = file_numbers(hf_shapes(args))
     native_names = {_hf_name(adapter, name, shape): name for name, shape in stored.items()}
@@ -151,7 +157,7 @@ def _stored_weights(
     checkpoint: Path, shapes: dict[str, torch.Size]
 ) -> dict[str, TensorStorageMetadata]:
     """Shapes and dtypes of the weights in a checkpoint, which must be those of the flavor."""
-    stored = read_metadata(checkpoint).state_dict_metadata
+    stored = read_whole(checkpoint).state_dict_metadata
     weights: dict[str, TensorStorageMetadata] = {}
     for name, shape in shapes.items():
         found = stored.get(name)

@@ -34,11 +34,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def check_folder(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+def check_folder(folder: Path, shapes: dict[str, tuple[int, ...]], tied: bool) -> None:
     """Check that the weights of `shapes`, and no others, are in the folder, whole.
 
     Args:
-        shapes: expected shapes by Hugging Face's names. The output projection may be missing.
+        shapes: expected shapes by Hugging Face's names.
+        tied: whether the model's embedding is its output projection, which may be missing then.
 
     Raises:
         BadFolder: files missing or cut off, weights missing or of another model.
@@ -49,9 +50,10 @@ def check_folder(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
             if name in found:
                 raise BadFolder(f"{file}: has {name}, as {found[name][0]} does; delete one of them")
             found[name] = (file.name, shape)
-    missing = [name for name in shapes if name not in found and name != HEAD]
+    missing = [name for name in shapes if name not in found and not (tied and name == HEAD)]
     if missing:
-        raise BadFolder(f"{folder}: {missing[0]} is missing{_more(missing)}")
+        why = ", tie_word_embeddings is not true" if missing == [HEAD] else _more(missing)
+        raise BadFolder(f"{folder}: {missing[0]} is missing{why}")
     # Old conversions carry a buffer for the rotary frequencies.
     extra = [n for n in found if n not in shapes and not n.endswith("rotary_emb.inv_freq")]
     if extra:
@@ -68,7 +70,12 @@ def _files(folder: Path) -> list[Path]:
     """The safetensors files of the folder, all of those that its index names."""
     present = sorted(folder.glob("*.safetensors"))
     if (folder / INDEX).is_file():
-        named = set(read_json(folder / INDEX).get("weight_map", {}).values())
+        weight_map = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(
+            isinstance(name, str) and Path(name).name == name for name in weight_map.values()
+        ):
+            raise BadFolder(f"{folder / INDEX}: weight_map is no table of names of files")
+        named = set(weight_map.values())
         missing = sorted(name for name in named if not (folder / name).is_file())
         if missing:
             raise BadFolder(

@@ -42,7 +42,7 @@ def measure_step(step):
 
     def spy(*args):
         loss = loss_fn(*args)
-        kept.append(live.now)
+        kept.append(live.settled())
         return loss
 
     step.loss_fn = spy

@@ -9,12 +9,12 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from recipes.parallel.ring_group import give_ring_its_group
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.placement_types import Shard
 from torchtitan.distributed import ParallelDims
 
+from recipes.parallel.ring import give_ring_its_group
 from striped_cp import ops, ring_attention, shard_sequence, unshard_sequence
 from striped_cp.kernels import KERNELS
 from tests.helpers.launch import run_ranks

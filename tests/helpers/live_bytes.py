@@ -1,5 +1,6 @@
 """Memory of what torch operators return, while it lives: what a GPU's allocator would count."""
 
+import time
 import weakref
 
 import torch
@@ -41,6 +42,18 @@ class LiveBytes(TorchDispatchMode):
         self._alive[key] = weakref.ref(storage, gone)
         self.now += nbytes
         self.peak = max(self.peak, self.now)
+
+    def settled(self) -> int:
+        """`now`, once other threads have let go of what they need no more.
+
+        A thread of gloo frees the tensors of a collective some time after its `wait()` has
+        returned, since it has to wait for the interpreter; until then they are counted.
+        """
+        least = self.now
+        for _ in range(20):
+            time.sleep(0.01)
+            least = min(least, self.now)
+        return least
 
     def leave_out(self, tensor: torch.Tensor) -> torch.Tensor:
         """Count a tensor no longer."""

@@ -14,7 +14,7 @@ import pytest
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 from recipes.data.files import find_files
-from recipes.data.prepare import Settings, clear
+from recipes.data.prepare import Settings, clear, load_tokenizer
 from recipes.data.prepare import prepare as prepare_folder
 from recipes.data.records import BadDocument
 from recipes.data.shards import ShardFolder, write_json
@@ -103,11 +103,16 @@ def test_a_bad_document_stops_or_is_left_out_and_counted(tmp_path):
     broken = gzip.compress("".join(good + "\n" for _ in range(3)).encode())[:-12]
     (tmp_path / "b.jsonl.gz").write_bytes(broken)
     (tmp_path / "c.txt").write_text(" \n")
-    settings = Settings(find_files(str(tmp_path)), "text", str(TOKENIZER), 100, skip_bad=False)
+    settings = Settings(
+        find_files(str(tmp_path)).files, "text", str(TOKENIZER), 100, skip_bad=False
+    )
     with pytest.raises(BadDocument, match=r"a\.jsonl, line 2: not UTF-8 .*--skip-bad"):
         prepare_folder(settings, tmp_path / "out", 1, lambda _: None)
     assert not (tmp_path / "out" / "manifest.json").exists()
+    stopped = prepare(tmp_path, "--output", tmp_path / "out2")
+    assert stopped.stderr.count("a.jsonl, line 2: not UTF-8") == 1
 
+    # As the message advises.
     done = prepare(tmp_path, "--output", tmp_path / "out2", "--skip-bad")
     assert done.returncode == 0, done.stderr
     for fault in (
@@ -142,9 +147,17 @@ def test_a_folder_in_use_is_left_alone(tmp_path):
     with pytest.raises(ValueError, match="is not empty; give a new folder"):
         prepare_folder(settings, output, 1, lambda _: None)
     write_json(output / "progress.json", {"settings": {"files": "x"}, "shards": []})
-    with pytest.raises(
-        ValueError, match="begun with other files, tokenizer, shard_tokens, skip_bad"
-    ):
+    with pytest.raises(ValueError, match=r"progress\.json: damaged"):
+        prepare_folder(settings, output, 1, lambda _: None)
+    state = {"settings": {"files": "x"}, "shards": [], "bad_documents": 0, "after": [0, 0]}
+    write_json(output / "progress.json", state)
+    with pytest.raises(ValueError, match="begun with other files, tokenizer, shard_tokens"):
         prepare_folder(settings, output, 1, lambda _: None)
     clear(output)
     assert [path.name for path in output.iterdir()] == ["precious"]
+
+
+def test_a_corrupt_tokenizer_is_named(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=f"^--tokenizer {tmp_path}: "):
+        load_tokenizer(str(tmp_path))

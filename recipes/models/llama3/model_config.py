@@ -1,5 +1,7 @@
 """The shape of the model in a Hugging Face config.json."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 from recipes.models.llama3.args import TransformerModelArgs
@@ -24,6 +26,24 @@ def model_fields(args: TransformerModelArgs) -> dict[str, Any]:
         "attention_bias": False,
         "mlp_bias": False,
     }
+
+
+_INTEGERS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"),
+)
+
+
+def check_numbers(hf: dict[str, Any], path: Path) -> None:
+    """Check that a config.json has numbers where this project computes with them.
+
+    Raises:
+        ValueError: one line.
+    """
+    for name in _INTEGERS:
+        value = hf.get(name)
+        if value is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"{path}: {name} = {json.dumps(value)}: allowed: positive integers")
 
 
 def with_defaults(hf: dict[str, Any]) -> dict[str, Any]:

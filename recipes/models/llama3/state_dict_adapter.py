@@ -23,6 +23,7 @@ from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAda
 
 from recipes.models.llama3.args import TransformerModelArgs
 from recipes.models.llama3.model import Transformer
+from recipes.titan import logger
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # 5 GB in bfloat16, about transformers' own limit.
@@ -72,6 +73,10 @@ class TiedReader(HuggingFaceStorageReader):
         tensors = metadata.state_dict_metadata
         self.tied = HEAD not in tensors
         if self.tied:
+            logger.info(
+                f"{self.path}: embedding and output projection are one matrix in the file, and "
+                "two from here on: each is trained by itself, and an export has both"
+            )
             tensors[HEAD] = tensors[EMBEDDING]
         return metadata
 

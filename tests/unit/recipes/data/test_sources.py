@@ -206,7 +206,7 @@ def test_a_damaged_folder_is_refused(prepared):
         (["--training.dataset", "local"], 'training.dataset_path = null: dataset is "local"'),
         (
             ["--training.dataset", "local", "--training.dataset_path", "no/*.txt"],
-            'training.dataset_path = "no/*.txt": no such file; allowed: a file, a folder or a glob',
+            'training.dataset_path = "no/*.txt": no/*.txt: no such file; allowed: a file, a folder',
         ),
         (["--training.dataset_path", "x"], "dataset is 'sample', which has no path"),
         (["--training.text_column", "body"], 'training.text_column = "body": dataset'),

@@ -183,7 +183,7 @@ def test_heat_map_has_a_panel_for_every_task_with_depths(tmp_path: Path) -> None
     assert figure is not None
     assert [axes.get_title() for axes in figure.axes] == ["needle", ""]  # and the colour bar
     with SummaryWriter(str(tmp_path)) as writer:
-        files = report.write(result, tmp_path, step=7, writer=writer)
+        files = report.write(result, tmp_path, "step-7", step=7, writer=writer)
     assert [file.name for file in files] == ["step-7.json", "step-7.png"]
     assert all(file.stat().st_size > 100 for file in files)
     assert report.draw({**result, "tasks": {"copy": flat}}) is None

@@ -8,7 +8,7 @@ from recipes.planner.hardware import GPUS, find_network_gb_s
 from recipes.planner.report import toml_text
 from recipes.planner.run import Levers, Run
 from recipes.planner.search import search
-from recipes.planner.settings import run_from_config, settings_of
+from recipes.planner.settings import run_from_config, run_to_search, settings_of
 from recipes.planner.step_time import plan_time, tile_pairs
 from recipes.preflight import load_config
 from striped_cp.layout import Contiguous, HeadTail, Striped
@@ -150,7 +150,7 @@ def test_what_is_not_planned_is_refused(overrides, message):
 
 
 def test_settings_written_by_a_search_are_read_back():
-    (best, *_) = search(planned("--documents.no-mask"), H100, IB, ("flash", "cudnn"))
+    (best, *_) = search(planned("--documents.no-mask"), 1, H100, IB, ("flash", "cudnn"))
     overrides = [
         part
         for section, values in settings_of(best.run).items()
@@ -166,7 +166,21 @@ def test_settings_written_by_a_search_are_read_back():
 
 def test_search_keeps_the_tokens_of_a_step():
     run = planned()
-    assert {plan.run.tokens_per_step for plan in search(run, H100, IB, ("flash",))} == {16 * 131072}
+    plans = search(run, 16, H100, IB, ("flash",))
+    assert {plan.run.tokens_per_step for plan in plans} == {16 * 131072}
+
+
+@pytest.mark.parametrize("gpus", [64, 96])
+def test_search_starts_from_the_gpus_not_from_the_mesh_of_the_file(gpus):
+    """The recipe's own mesh needs a multiple of 128."""
+    config = load_config(["--job.config_file", "train_configs/llama3_70b_512k.toml"])
+    with pytest.raises(ValueError, match="not a multiple of 128"):
+        run_from_config(config, gpus, H100)
+    run, sequences = run_to_search(config, gpus, H100)
+    plans = search(run, sequences, H100, IB, ("flash",))
+    assert {plan.run.gpus for plan in plans} == {gpus}
+    assert all(plan.comfortable for plan in plans)
+    assert gpus == 96 or any((plan.run.cp, plan.run.tp) == (8, 8) for plan in plans)
 
 
 def test_toml_text():

@@ -1,5 +1,6 @@
 """Bad settings and files: one line that names the culprit, exit status 2, before anything runs."""
 
+import errno
 import os
 import pickle
 import re
@@ -14,6 +15,7 @@ from recipes.data.shards import MANIFEST, write_json, write_shard
 from recipes.launch import main
 from recipes.models.llama3.args import FLAVORS
 from recipes.models.llama3.model import Transformer
+from recipes.preflight import load_config
 from recipes.titan import cpu_host
 from striped_cp.kernels import dense
 from tests import ROOT
@@ -115,6 +117,16 @@ SETTINGS = [
     ("training.global_batch_size", "6", "multiples of 4"),
     ("training.max_norm", "-1", "above 0"),
     ("training.dataset", "sampel", '"sample", "local" with dataset_path'),
+    ("checkpoint.load_step", "ten", "wrong type or value; allowed: an integer of 64 bits"),
+    ("optimizer.lr", "fast", "wrong type or value; allowed: a number"),
+    ("training.datset", "local", "did you mean training.dataset?; allowed: the keys of [training]"),
+    ("training.local_batch_size", str(2**62), "out of range; allowed: at most 1048576"),
+    ("training.dataloader.num_workers", "1000000000", "out of range; allowed: at most 1024"),
+    ("training.dataloader.prefetch_factor", str(2**62), "out of range"),
+    ("comm.trace_buf_size", str(2**63 - 1), "out of range; allowed: at most 2147483647"),
+    ("metrics.save_tb_folder", "x" * 300, "cannot be written to (File name too long)"),
+    ("model.hf_assets_path", "no/folder", f"no such folder in {ROOT}"),
+    ("training.dataset", "../..", '"sample", "local" with dataset_path'),
     ("training.dataset", "local", "training.dataset_path = null"),
     ("training.dataset_path", "somewhere", 'with dataset = "local"'),
     ("training.text_column", "body", 'allowed: "text"'),
@@ -383,3 +395,73 @@ def test_a_run_without_torchrun_says_how_to_start(monkeypatch, capfd) -> None:
     assert stopped.value.code == 2
     line = "train.py: start it with torchrun --nproc_per_node N train.py ...\n"
     assert capfd.readouterr().err == line
+
+
+def test_what_the_command_line_says_in_two_words(monkeypatch, capfd) -> None:
+    line = refusal(monkeypatch, capfd, "--evaluation.tasks", "passkey", "copy")
+    assert "a list is written with commas; allowed: --evaluation.tasks passkey,copy" in line
+
+
+def test_no_recipe_is_no_default_job(monkeypatch, capfd) -> None:
+    line = refusal(monkeypatch, capfd, recipe="")
+    assert line == '"": no such file; --job.config_file names a TOML file'
+
+
+def test_a_recipe_that_may_not_be_read(monkeypatch, capfd, tmp_path) -> None:
+    recipe = tmp_path / "x.toml"
+    recipe.touch()
+
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    line = refusal(monkeypatch, capfd, recipe=recipe)
+    assert line == f"{recipe}: cannot be read (Permission denied)"
+
+
+def test_a_value_of_several_lines_is_told_in_one(monkeypatch, capfd, tmp_path) -> None:
+    recipe = tmp_path / "x.toml"
+    recipe.write_text('[optimizer]\nname = """Adam\nor another\n"""\n')
+    assert "optimizer.name" in refusal(monkeypatch, capfd, recipe=recipe)
+
+
+def test_a_file_in_the_way_of_a_step(monkeypatch, capfd, tmp_path) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "step-3").touch()
+    args = ("--job.dump_folder", str(tmp_path), "--checkpoint.enable")
+    assert "a file in the way of a checkpoint" in refusal(monkeypatch, capfd, *args)
+    (tmp_path / "file").touch()
+    args = ("--job.dump_folder", str(tmp_path / "file"))
+    assert "cannot be written to (Not a directory)" in refusal(monkeypatch, capfd, *args)
+
+
+FLOAT8 = ("--model.converters", "quantize.linear.float8", "--quantize.linear.float8.emulate")
+TP = ("--parallelism.context_parallel_degree", "1", "--parallelism.tensor_parallel_degree", "2")
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (FLOAT8, 'quantize.linear.float8.filter_fqns = ["output"], not its default []'),
+        (
+            (*TP, "--parallelism.disable_loss_parallel"),
+            "memory.loss_chunk_tokens = 0, not its default 2048",
+        ),
+    ],
+)
+def test_a_default_gives_way(settings, told) -> None:
+    notes: list[str] = []
+    recipe = ROOT / "train_configs" / "debug_cpu.toml"
+    load_config(["--job.config_file", str(recipe), *settings], notes=notes)
+    assert any(note.startswith(told) for note in notes)
+    # Said by the user, it is a contradiction.
+    if settings == FLOAT8:
+        with pytest.raises(ValueError, match="output projection"):
+            load_config([*settings, "--quantize.linear.float8.filter_fqns", "wq"])
+
+
+def test_float8_takes_rows_in_sixteens() -> None:
+    size = ("--training.seq_len", "120", "--training.local_batch_size", "1")
+    cp = ("--parallelism.context_parallel_degree", "2")
+    with pytest.raises(ValueError, match=r"training\.seq_len = 120: .* there are 60 on 2 ranks"):
+        load_config([*FLOAT8, *size, *cp])

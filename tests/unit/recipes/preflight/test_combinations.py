@@ -80,7 +80,7 @@ REFUSED = [
         ["memory.loss_chunk_tokens", "quantize.linear.float8"],
     ),
     (
-        f"{TP2} --parallelism.disable_loss_parallel",
+        f"{TP2} --parallelism.disable_loss_parallel --memory.loss_chunk_tokens 2048",
         2,
         ["memory.loss_chunk_tokens", "disable_loss_parallel"],
     ),

@@ -32,9 +32,15 @@ FLOAT8 = ["--model.converters", "quantize.linear.float8"]
             [*FULL, "--activation_checkpoint.debug"],
             ["activation_checkpoint.debug = true", "memory.recompute_attention = true"],
         ),
-        (FLOAT8, ["memory.loss_chunk_tokens = 2048", 'filter_fqns = ["output"]']),
         (
-            ["--parallelism.disable_loss_parallel", "--parallelism.tensor_parallel_degree", "2"],
+            [*FLOAT8, "--quantize.linear.float8.filter_fqns", "wq"],
+            ["memory.loss_chunk_tokens = 2048", 'filter_fqns = ["output"]'],
+        ),
+        (
+            [
+                *("--parallelism.disable_loss_parallel", "--memory.loss_chunk_tokens", "2048"),
+                *("--parallelism.tensor_parallel_degree", "2"),
+            ],
             ["memory.loss_chunk_tokens = 2048", "parallelism.disable_loss_parallel"],
         ),
         (["--memory.loss_chunk_tokens", "-1"], ["memory.loss_chunk_tokens = -1", "at least 0"]),
