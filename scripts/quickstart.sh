@@ -53,7 +53,11 @@ fi
 
 # One thread per rank, which torchrun would choose too, but not without a banner.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-torchrun --nproc_per_node "$ranks" train.py "${settings[@]}" "$@" --job.dump_folder "$dump_folder"
+# They meet over a file: torchrun's own store would listen on every interface of this machine.
+meeting=$(mktemp -u)
+trap 'rm -f "$meeting"' EXIT
+torchrun --rdzv-backend c10d --rdzv-endpoint "$meeting" --rdzv-conf store_type=file \
+    --rdzv-id quickstart --nproc_per_node "$ranks" train.py "${settings[@]}" "$@" --job.dump_folder "$dump_folder"
 
 printf '\nDone. The TensorBoard files are in %s; look at them with\n\n    %q --logdir %q --host localhost\n' \
     "$dump_folder/tb" "$PWD/.venv/bin/tensorboard" "$dump_folder/tb"

@@ -98,7 +98,12 @@ def test_the_cluster_files_agree_with_each_other() -> None:
         assert (ROOT / path).is_file()
     # Exit status 2 is a wrong setting: it must not be tried again.
     assert job["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [2]
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["automountServiceAccountToken"] is False
+    assert container["securityContext"]["allowPrivilegeEscalation"] is False
+    assert {"cpu", "memory"} <= container["resources"]["requests"].keys()
     slurm = (ROOT / "scripts/multinode.slurm").read_text()
+    assert "SRUN_CPUS_PER_TASK" in slurm
     ahead = int(re.search(r"--signal=USR1@(\d+)", slurm)[1])  # type: ignore[index]
     grace = int(re.search(r"GRACE_SECONDS=(\d+)", slurm)[1])  # type: ignore[index]
     assert grace < ahead
