@@ -138,7 +138,8 @@ class DocumentLoader(BaseDataLoader):
                 return
             try:
                 position, tokens = next(documents)
-                packer.add(Pending(tokens, position.epoch))
+                if len(tokens):
+                    packer.add(Pending(tokens, position.epoch))
             except StopIteration:
                 more = False
 

@@ -78,6 +78,7 @@ def prepare(
         ValueError: the folder is in use, or there is no document.
     """
     tokenizer = load_tokenizer(settings.tokenizer_path)
+    tokenizer.warn_without_eos()
     state = _open(output, settings, tokenizer_identity(tokenizer))
     documents: list[np.ndarray] = []
     tokens = 0

@@ -7,10 +7,10 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 from recipes.data.dataset import build_dataloader
 from recipes.data.samples import packing_stats
+from recipes.data.tokens import Tokenizer
 from recipes.models.llama3.args import FLAVORS
 from recipes.preflight import load_config
 from recipes.train import spec as train_spec
@@ -24,7 +24,7 @@ SEQ_LEN = 131072
 def test_packing_of_the_novels():
     """Ten sequences hold an epoch; every one is full, and the novels lie whole or in long parts."""
     config = job(training__seq_len=SEQ_LEN, training__local_batch_size=1)
-    loader = build_dataloader(1, 0, HuggingFaceTokenizer("assets/tokenizer"), config)
+    loader = build_dataloader(1, 0, Tokenizer("assets/tokenizer"), config)
     documents = []
     for _, (inputs, labels) in zip(range(10), loader, strict=False):
         stats = packing_stats(inputs["boundaries"], labels)

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
+from recipes.data.tokens import Tokenizer
 from recipes.evaluation.haystack import Encoder
 from recipes.evaluation.tasks import copy_words
 from tests.helpers.hf_models import make_model, save_model
@@ -126,7 +126,7 @@ def test_training_measures_every_so_many_steps(tmp_path: Path) -> None:
 
 def copy_documents(path: Path, seq_len: int, count: int) -> None:
     """Documents of words and the same words again, as long as a sequence or a little less."""
-    encode = Encoder(HuggingFaceTokenizer("assets/tokenizer"))
+    encode = Encoder(Tokenizer("assets/tokenizer"))
     dice = np.random.default_rng(1)
     with path.open("w") as file:
         for _ in range(count):

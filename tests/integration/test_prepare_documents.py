@@ -11,13 +11,13 @@ import time
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 from recipes.data.files import find_files
 from recipes.data.prepare import Settings, clear, load_tokenizer
 from recipes.data.prepare import prepare as prepare_folder
 from recipes.data.records import BadDocument
 from recipes.data.shards import ShardFolder, write_json
+from recipes.data.tokens import Tokenizer
 from tests import ROOT
 
 TOKENIZER = ROOT / "assets" / "tokenizer"
@@ -54,7 +54,7 @@ def test_all_kinds_of_files_become_tokens_and_a_summary(tmp_path):
     (data / "c.txt").write_text(texts[5])
     done = prepare(data, "--output", tmp_path / "out", "--text-column", "body", "--workers", 2)
     assert done.returncode == 0, done.stderr
-    tokenizer = HuggingFaceTokenizer(str(TOKENIZER))
+    tokenizer = Tokenizer(str(TOKENIZER))
     expected = [tokenizer.encode(text, add_bos=True, add_eos=True) for text in texts]
     shards = ShardFolder(tmp_path / "out")
     assert [shards[i].tolist() for i in range(len(shards))] == expected

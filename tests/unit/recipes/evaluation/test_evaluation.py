@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 from torch.utils.tensorboard import SummaryWriter
-from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 from recipes.data.sources import FileSource
+from recipes.data.tokens import Tokenizer
 from recipes.evaluation import results as report
 from recipes.evaluation.evaluator import lengths_of, make_samples, summarize_tasks
 from recipes.evaluation.haystack import Encoder, Haystack, insert
@@ -25,7 +25,7 @@ LENGTH = 400
 
 @pytest.fixture(scope="module")
 def encode() -> Encoder:
-    return Encoder(HuggingFaceTokenizer("assets/tokenizer"))
+    return Encoder(Tokenizer("assets/tokenizer"))
 
 
 @pytest.fixture(scope="module")
