@@ -1,6 +1,7 @@
 """All measures of the `[evaluation]` section, shared out over the data-parallel ranks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,26 +27,42 @@ def lengths_of(config: StripedJobConfig) -> list[int]:
     return sorted(set(config.evaluation.lengths)) or [seq_len // 4, seq_len // 2, seq_len]
 
 
-def make_samples(config: StripedJobConfig, encode: Encoder, hay: Haystack) -> list[Sample]:
-    """The samples of all tasks, the same on every rank and in every call.
+@dataclass(frozen=True)
+class Case:
+    """A sample that is yet to be made: a long text takes megabytes.
 
-    Raises:
-        ValueError: a length has no room for a task.
+    Attributes:
+        depth: of the needle; None where it is drawn, or where there is none.
+        seed: decides all that is drawn.
     """
+
+    task: str
+    length: int
+    depth: float | None
+    seed: tuple[int, ...]
+
+    def make(self, encode: Encoder, hay: Haystack) -> Sample:
+        """The same on every rank and in every call.
+
+        Raises:
+            ValueError: the length has no room for the task.
+        """
+        make, _ = TASKS[self.task]
+        return make(encode, hay, np.random.default_rng(self.seed), self.length, self.depth or 0.0)
+
+
+def list_cases(config: StripedJobConfig) -> list[Case]:
+    """The samples of all tasks."""
     settings = config.evaluation
-    samples = []
-    for number, name in enumerate(TASKS):
-        if name not in settings.tasks:
-            continue
-        make, has_depth = TASKS[name]
+    return [
+        Case(name, length, depth if has_depth else None, (settings.seed, number, length, i, repeat))
+        for number, (name, (_, has_depth)) in enumerate(TASKS.items())
+        if name in settings.tasks
+        for length in lengths_of(config)
         # As many samples where the depth is drawn as there are in the row of a grid.
-        depths = settings.depths if has_depth else [0.0] * len(settings.depths)
-        for length in lengths_of(config):
-            for i, depth in enumerate(depths):
-                for repeat in range(settings.samples):
-                    dice = np.random.default_rng([settings.seed, number, length, i, repeat])
-                    samples.append(make(encode, hay, dice, length, depth))
-    return samples
+        for i, depth in enumerate(settings.depths)
+        for repeat in range(settings.samples)
+    ]
 
 
 class Evaluator:
@@ -69,45 +86,44 @@ class Evaluator:
         self.dp_degree = batch_mesh.size() if batch_mesh is not None else 1
         self.dp_rank = batch_mesh.get_local_rank() if batch_mesh is not None else 0
         tell_of_novels(config, "evaluation")
-        encode = Encoder(tokenizer)
+        self.encode = Encoder(tokenizer)
         source = build_source(config, "evaluation", tokenizer)
-        longest = lengths_of(config)[-1]
-        self.hay = Haystack(encode, source, count=longest * max(config.evaluation.texts, 1))
-        self.samples = make_samples(config, encode, self.hay)
-        self.texts = [
-            np.concatenate([encode.bos, self.hay.take(i * longest, longest - len(encode.bos))])
-            for i in range(config.evaluation.texts)
-        ]
+        count = lengths_of(config)[-1] * max(config.evaluation.texts, 1)
+        self.hay = Haystack(self.encode, source, count)
+        self.cases = list_cases(config)
 
     def run(self) -> dict[str, Any]:
         """Measure the model as it is; the same result on every rank."""
         training = self.model.training
         self.model.eval()
         try:
-            answers = self._share(self.samples, self._answer, "tasks")
-            texts = self._share(self.texts, self._text, "texts")
+            answers = self._share(self.cases, self._answer, "tasks")
+            texts = self._share(range(self.config.evaluation.texts), self._text, "texts")
         finally:
             self.model.train(training)
         result: dict[str, Any] = {
             "lengths": lengths_of(self.config),
             "depths": self.config.evaluation.depths,
-            "tasks": summarize_tasks(self.samples, answers),
+            "tasks": summarize_tasks(self.cases, answers),
         }
         if texts:
             result["text"] = summarize(texts, self.config.evaluation.short_context)
         return result
 
-    def _answer(self, sample: Sample) -> tuple[float, float]:
+    def _answer(self, case: Case) -> tuple[float, float]:
         """Share of the answer's tokens that are right, and their mean log-probability."""
+        sample = case.make(self.encode, self.hay)
         scores = self.scorer(sample.tokens[None])
         correct, logprob = scores.correct[0, sample.answer], scores.logprob[0, sample.answer]
         return float(correct.mean()), float(logprob.mean(dtype=np.float64))
 
-    def _text(self, tokens: np.ndarray) -> TextScores:
+    def _text(self, number: int) -> TextScores:
+        bos, longest = self.encode.bos, lengths_of(self.config)[-1]
+        tokens = np.concatenate([bos, self.hay.take(number * longest, longest - len(bos))])
         return score_text(self.scorer, tokens, self.config.evaluation.short_context)
 
     def _share(
-        self, items: list[_Item], measure: Callable[[_Item], _Result], name: str
+        self, items: Sequence[_Item], measure: Callable[[_Item], _Result], name: str
     ) -> list[_Result]:
         """Results of all items, in order; every data-parallel rank measures its part of them.
 
@@ -128,12 +144,12 @@ class Evaluator:
 
 
 def summarize_tasks(
-    samples: list[Sample], answers: list[tuple[float, float]]
+    cases: list[Case], answers: list[tuple[float, float]]
 ) -> dict[str, list[dict[str, Any]]]:
     """For every task the cells of its grid: means over the samples of one length and depth."""
     cells: dict[tuple[str, int, float | None], list[tuple[float, float]]] = {}
-    for sample, answer in zip(samples, answers, strict=True):
-        cells.setdefault((sample.task, sample.length, sample.depth), []).append(answer)
+    for case, answer in zip(cases, answers, strict=True):
+        cells.setdefault((case.task, case.length, case.depth), []).append(answer)
     tasks: dict[str, list[dict[str, Any]]] = {}
     for (task, length, depth), values in cells.items():
         shares, logprobs = np.array(values).T

@@ -9,7 +9,6 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
 from recipes.config.schema import StripedJobConfig
-from recipes.data.shards import read_json
 from recipes.evaluation import results as report
 from recipes.evaluation.evaluator import Evaluator
 from recipes.titan import ParallelDims, logger
@@ -39,28 +38,17 @@ class PeriodicEvaluation:
 
         Args:
             step: of the training.
-            weights: the folder they were loaded from, where that is no step of this run.
+            weights: the folder they were loaded from, where that is no checkpoint of this run.
         """
         start = time.perf_counter()
         result = self.evaluator.run()
         if self.writer is not None:
-            name = f"step-{step}" if weights is None else self._name(weights)
-            result = {"weights": str(weights or f"this run, step {step}"), **result}
-            files = report.write(result, self.folder, name, step, self.writer)
-            names = ", ".join(str(file) for file in files)
-            logger.info(
-                f"evaluation of step {step} in {time.perf_counter() - start:.1f} s: {names}"
-            )
+            run = Path(self.config.job.dump_folder).resolve()
+            measured = f"step {step} of {run}" if weights is None else str(weights.resolve())
+            result = {"weights": measured, **result}
+            names = ", ".join(map(str, report.write(result, self.folder, step, self.writer)))
+            what = f"step {step}" if weights is None else str(weights)
+            logger.info(f"evaluation of {what} in {time.perf_counter() - start:.1f} s: {names}")
         for line in report.table(result).splitlines():
             logger.info(line)
         return result
-
-    def _name(self, weights: Path) -> str:
-        """Of the files about weights from elsewhere: no other weights' files are overwritten."""
-        name, number = f"initial-{weights.resolve().name}", 1
-        while True:
-            path = self.folder / f"{name}.json"
-            if not path.exists() or read_json(path).get("weights") == str(weights):
-                return name
-            number += 1
-            name = f"initial-{weights.resolve().name}-{number}"

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,27 +13,51 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def write(
-    result: dict[str, Any], folder: Path, name: str, step: int, writer: SummaryWriter
-) -> list[Path]:
-    """Write NAME.json and, where there is a heat-map, NAME.png; log both to TensorBoard.
+def write(result: dict[str, Any], folder: Path, step: int, writer: SummaryWriter) -> list[Path]:
+    """Write step-N.json and, where there is a heat-map, step-N.png; log both to TensorBoard.
+
+    No other result is overwritten. Where there is one of this step, of other weights or settings,
+    the files are step-N-2.json and so on, and TensorBoard's a run of their own, step-N-2.
 
     Returns:
         The files written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    written = [folder / f"{name}.json"]
-    written[0].write_text(json.dumps({"step": step, **result}, indent=2) + "\n", encoding="utf-8")
+    file = _write_new(folder, f"step-{step}", {"step": step, **result})
+    written = [file]
     figure = draw(result)
     if figure is not None:
-        written.append(folder / f"{name}.png")
+        written.append(file.with_suffix(".png"))
         figure.savefig(written[1], dpi=120)
+    if file.stem != f"step-{step}":
+        with SummaryWriter(str(folder / file.stem)) as own:
+            _log(result, figure, step, own)
+    else:
+        _log(result, figure, step, writer)
+    return written
+
+
+def _write_new(folder: Path, name: str, value: dict[str, Any]) -> Path:
+    """Write NAME.json, or the first of NAME-2.json, NAME-3.json, ... that says nothing else."""
+    text = json.dumps(value, indent=2) + "\n"
+    for number in count(1):
+        path = folder / f"{name}{f'-{number}' if number > 1 else ''}.json"
+        try:
+            with path.open("x", encoding="utf-8") as file:
+                file.write(text)
+            return path
+        except FileExistsError:
+            if path.read_bytes() == text.encode():
+                return path
+    raise AssertionError
+
+
+def _log(result: dict[str, Any], figure: "Figure | None", step: int, writer: SummaryWriter) -> None:
     for name, value in scalars(result):
         writer.add_scalar(name, value, step)
     if figure is not None:
         writer.add_figure("evaluation/accuracy", figure, step)
     writer.flush()
-    return written
 
 
 def scalars(result: dict[str, Any]) -> Iterator[tuple[str, float]]:

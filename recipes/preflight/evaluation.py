@@ -7,15 +7,18 @@ from recipes.config.schema import StripedJobConfig
 from recipes.config.types import InvalidSetting, choices
 from recipes.data.dataset import build_source
 from recipes.data.tokens import Tokenizer
-from recipes.evaluation.evaluator import lengths_of, make_samples
+from recipes.evaluation.evaluator import lengths_of, list_cases
 from recipes.evaluation.haystack import Encoder, Haystack
 from recipes.evaluation.tasks import TASKS
 from recipes.models.llama3.args import FLAVORS
 from recipes.models.llama3.rope import longest_sequence
 from recipes.preflight.weights import loads_hf
 
-# All are made before the first is measured.
-_MOST_TEXTS = 100_000
+# Held in memory: results of the samples, tokens of the texts.
+_MOST_SAMPLES = 100_000
+_MOST_TOKENS = 2**30
+# No two samples of a task differ by so many tokens in what stands beside the text.
+_SPREAD = 1000
 
 
 def check_evaluation(config: StripedJobConfig) -> None:
@@ -32,11 +35,15 @@ def check_evaluation(config: StripedJobConfig) -> None:
         why = "longer than [rope] is meant for"
         allowed = f"at most {reach}, or rope.extrapolate = true"
         raise InvalidSetting("evaluation.lengths", settings.lengths, why, allowed)
-    # Says which length is too short for a task, with this tokenizer.
     tokenizer = Tokenizer(config.model.hf_assets_path)
     encode = Encoder(tokenizer)
     hay = Haystack(encode, build_source(config, "evaluation", tokenizer), count=1)
-    make_samples(config, encode, hay)
+    # Says which length is too short for a task, with this tokenizer; much longer ones are not.
+    cases = list_cases(config)
+    shortest = min((case.length for case in cases), default=0)
+    for case in cases:
+        if case.length < shortest + _SPREAD:
+            case.make(encode, hay)
 
 
 def check_has_weights(config: StripedJobConfig) -> None:
@@ -65,12 +72,6 @@ def _check_values(config: StripedJobConfig) -> None:
             raise InvalidSetting(
                 f"evaluation.{name}", getattr(settings, name), "out of range", "at least 0"
             )
-    texts = len(settings.tasks) * len(lengths_of(config)) * len(settings.depths) * settings.samples
-    if max(texts, settings.texts) > _MOST_TEXTS:
-        key = "samples" if texts > _MOST_TEXTS else "texts"
-        why = f"tasks x lengths x depths x samples are {texts:,} texts"
-        allowed = f"at most {_MOST_TEXTS:,} texts"
-        raise InvalidSetting(f"evaluation.{key}", getattr(settings, key), why, allowed)
     if not set(settings.tasks) <= set(TASKS):
         raise InvalidSetting("evaluation.tasks", settings.tasks, "unknown task", choices(TASKS))
     if not settings.tasks and not settings.texts:
@@ -79,8 +80,19 @@ def _check_values(config: StripedJobConfig) -> None:
     if not settings.depths or not all(0 <= depth <= 1 for depth in settings.depths):
         why = "a depth is a share of the text"
         raise InvalidSetting("evaluation.depths", settings.depths, why, "numbers from 0 to 1")
-    if any(length < 1 for length in settings.lengths):
-        raise InvalidSetting("evaluation.lengths", settings.lengths, "out of range", "at least 1")
+    lengths = lengths_of(config)
+    if not 1 <= lengths[0] <= lengths[-1] <= _MOST_TOKENS:
+        allowed = f"1 to {_MOST_TOKENS}"
+        raise InvalidSetting("evaluation.lengths", settings.lengths, "out of range", allowed)
+    if settings.texts * lengths[-1] > _MOST_TOKENS:
+        why = f"too many texts of {lengths[-1]} tokens"
+        allowed = f"at most {_MOST_TOKENS // lengths[-1]}"
+        raise InvalidSetting("evaluation.texts", settings.texts, why, allowed)
+    grid = len(settings.tasks) * len(lengths) * len(settings.depths)
+    if grid * settings.samples > _MOST_SAMPLES:
+        why = f"too many for {grid} times tasks, lengths and depths"
+        allowed = f"at most {_MOST_SAMPLES // grid}"
+        raise InvalidSetting("evaluation.samples", settings.samples, why, allowed)
     if config.parallelism.pipeline_parallel_degree > 1:
         why = "an evaluation needs the whole model on every rank, pipelines do not have it"
         degree = config.parallelism.pipeline_parallel_degree

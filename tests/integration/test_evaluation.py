@@ -104,6 +104,20 @@ def test_any_number_of_ranks_measures_the_same(
     np.testing.assert_allclose(numbers(result), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_other_weights_are_measured_beside_the_first(
+    alone: tuple[Path, dict[str, Any]], weights: Path, tmp_path: Path
+) -> None:
+    folder, first = alone
+    other = save_model(tmp_path, make_model("llama3", tied=True))
+    few = ("--evaluation.tasks", "passkey", "--evaluation.texts", "0")
+    done, second = evaluate(1, folder, *settings_of(other, cp=1), *few)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (first["weights"], second["weights"]) == (str(weights), str(other))
+    assert json.loads((folder / "evaluation" / "step-0.json").read_text()) == first
+    for name in ("step-0-2.json", "step-0-2.png"):
+        assert (folder / "evaluation" / name).is_file()
+
+
 def test_without_weights_there_is_nothing_to_measure(tmp_path: Path) -> None:
     done, _ = evaluate(1, tmp_path, "--parallelism.context_parallel_degree", "1", *SMALL)
     assert done.returncode == 2
@@ -117,7 +131,9 @@ def test_training_measures_every_so_many_steps(tmp_path: Path) -> None:
     assert sorted(accuracy) == [2, 3]  # and the last one
     assert sorted(run.scalars["loss_metrics/global_avg_loss"]) == [1, 2, 3]
     assert len(re.findall(r"evaluation of step \d in ", run.output)) == 2
-    assert len(list((tmp_path / "evaluation").glob("step-*.json"))) == 2
+    results = [tmp_path / "evaluation" / f"step-{step}.json" for step in (2, 3)]
+    told = [json.loads(file.read_text())["weights"] for file in results]
+    assert told == [f"step {step} of {tmp_path}" for step in (2, 3)]
     # An evaluation is no part of a step's time.
     seconds = run.scalars["time_metrics/end_to_end(s)"]
     (taken,) = re.findall(r"evaluation of step 2 in ([\d.]+) s", run.output)

@@ -15,7 +15,7 @@ from recipes.data.dataset import SAMPLE, build_dataloader
 from recipes.data.records import BadDocument, TextFile
 from recipes.data.sources import FileSource, Row
 from recipes.data.tokens import Tokenizer, encode, tokenizer_identity
-from recipes.evaluation.evaluator import make_samples
+from recipes.evaluation.evaluator import list_cases
 from recipes.evaluation.haystack import Encoder, Haystack
 from recipes.preflight import load_config
 from tests import ROOT
@@ -80,7 +80,7 @@ def test_evaluation_texts_begin_with_bos_and_have_no_other(other: Tokenizer) -> 
     for tokenizer in (Tokenizer(str(ASSETS)), other):
         encoder = Encoder(tokenizer)
         hay = Haystack(encoder, FileSource(str(SAMPLE), "text"), count=1)
-        made.append([sample.tokens for sample in make_samples(config, encoder, hay)])
+        made.append([case.make(encoder, hay).tokens for case in list_cases(config)])
     for tokens, expected in zip(*made, strict=True):
         assert np.array_equal(tokens, expected)
         assert (tokens == 0).nonzero()[0].tolist() == [0]

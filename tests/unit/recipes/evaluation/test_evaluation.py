@@ -1,17 +1,19 @@
 """Samples as their papers define them, and the arithmetic of the measures."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
 from recipes.data.sources import FileSource
 from recipes.data.tokens import Tokenizer
 from recipes.evaluation import results as report
-from recipes.evaluation.evaluator import lengths_of, make_samples, summarize_tasks
+from recipes.evaluation.evaluator import Case, lengths_of, list_cases, summarize_tasks
 from recipes.evaluation.haystack import Encoder, Haystack, insert
 from recipes.evaluation.scorer import Scores
 from recipes.evaluation.tasks import TASKS, Sample
@@ -161,12 +163,8 @@ def test_loss_by_position_averages_back_to_the_loss() -> None:
 
 
 def test_cells_of_the_grid() -> None:
-    def sample(depth: float) -> Sample:
-        return Sample("needle", 64, depth, np.arange(64), np.arange(3))
-
-    cells = summarize_tasks(
-        [sample(0.0), sample(0.0), sample(1.0)], [(1.0, -0.5), (0.5, -1.5), (0.0, -4.0)]
-    )["needle"]
+    cases = [Case("needle", 64, depth, ()) for depth in (0.0, 0.0, 1.0)]
+    cells = summarize_tasks(cases, [(1.0, -0.5), (0.5, -1.5), (0.0, -4.0)])["needle"]
     assert cells[0] == {
         **{"length": 64, "depth": 0.0, "samples": 2},
         **{"exact": 0.5, "accuracy": 0.75, "logprob": -1.0},
@@ -183,10 +181,35 @@ def test_heat_map_has_a_panel_for_every_task_with_depths(tmp_path: Path) -> None
     assert figure is not None
     assert [axes.get_title() for axes in figure.axes] == ["needle", ""]  # and the colour bar
     with SummaryWriter(str(tmp_path)) as writer:
-        files = report.write(result, tmp_path, "step-7", step=7, writer=writer)
+        files = report.write(result, tmp_path, step=7, writer=writer)
     assert [file.name for file in files] == ["step-7.json", "step-7.png"]
     assert all(file.stat().st_size > 100 for file in files)
     assert report.draw({**result, "tasks": {"copy": flat}}) is None
+
+
+def test_no_result_is_overwritten(tmp_path: Path) -> None:
+    """Each of other weights has files and a TensorBoard run of its own, whatever their order."""
+    cell = {"length": 64, "depth": 0.0, "samples": 1, "exact": 1.0, "accuracy": 0.5}
+    results = [
+        {"weights": name, "lengths": [64], "depths": [0.0], "tasks": {"needle": [cell | value]}}
+        for name, value in (("a", {"logprob": -1.0}), ("b", {"logprob": -2.0}))
+    ]
+    with SummaryWriter(str(tmp_path)) as writer:
+        names = [
+            report.write(result, tmp_path, step, writer)[0].name
+            for step, result in ((0, results[0]), (0, results[1]), (5, results[0]))
+        ]
+        # The same again, as after a resume, is no other result.
+        again = [report.write(result, tmp_path, 0, writer)[0].name for result in results]
+    assert names == ["step-0.json", "step-0-2.json", "step-5.json"]
+    assert again == names[:2]
+    for name, weights in zip(names, "aba", strict=True):
+        assert json.loads((tmp_path / name).read_text())["weights"] == weights
+        assert (tmp_path / name).with_suffix(".png").is_file()
+    tag = "evaluation/needle/logprob/64"
+    for folder, logged in (("", {-1.0}), ("step-0-2", {-2.0})):
+        events = EventAccumulator(str(tmp_path / folder)).Reload()
+        assert {event.value for event in events.Scalars(tag)} == logged
 
 
 BASE = ["--job.config_file", "train_configs/debug_cpu.toml", "--evaluation.enable"]
@@ -195,7 +218,7 @@ BASE = ["--job.config_file", "train_configs/debug_cpu.toml", "--evaluation.enabl
 def test_the_same_samples_every_time(encode: Encoder, hay: Haystack) -> None:
     config = load_config([*BASE, "--evaluation.lengths", "320", "512"])
     assert lengths_of(config) == [320, 512]
-    first, again = (make_samples(config, encode, hay) for _ in range(2))
+    first, again = ([case.make(encode, hay) for case in list_cases(config)] for _ in range(2))
     assert len(first) == 5 * 2 * 5 * 2
     for one, other in zip(first, again, strict=True):
         assert np.array_equal(one.tokens, other.tokens)
@@ -210,6 +233,9 @@ def test_the_same_samples_every_time(encode: Encoder, hay: Haystack) -> None:
         (("--evaluation.lengths", "50"), "evaluation.lengths: 50 tokens are too few"),
         (("--evaluation.lengths", "99999"), "evaluation.lengths = [99999]: longer than [rope]"),
         (("--evaluation.samples", "0"), "evaluation.samples = 0: out of range"),
+        (("--evaluation.samples", str(10**9)), "evaluation.samples = 1000000000: too many"),
+        (("--evaluation.texts", str(10**9)), "evaluation.texts = 1000000000: too many"),
+        (("--evaluation.lengths", str(10**12)), "evaluation.lengths = [1000000000000]: out of"),
         (("--evaluation.freq", "0"), "evaluation.freq = 0: out of range"),
         (("--evaluation.dataset", "nothing"), "evaluation.dataset"),
         (
