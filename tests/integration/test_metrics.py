@@ -10,8 +10,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.custom_scalar import layout_pb2, metadata
 
 from recipes.data.dataset import build_dataloader
+from recipes.data.tokens import build_tokenizer
 from recipes.preflight import load_config
-from recipes.train.spec import build_hf_tokenizer
 from tests.helpers.runs import RECIPE, ROOT, Run, train
 from tests.integration.conftest import STEPS
 
@@ -125,7 +125,7 @@ def test_mfu_follows_from_closed_formulas(by_degree: dict[int, Run], common) -> 
     peak = float(found[1])
     # The documents of the same batches, counted one by one.
     config = load_config(["--job.config_file", str(ROOT / RECIPE), *common])
-    loader = iter(build_dataloader(1, 0, build_hf_tokenizer(config), config))
+    loader = iter(build_dataloader(1, 0, build_tokenizer(config), config))
     for step in range(1, STEPS + 1):
         inputs, _ = next(loader)
         lengths = [
@@ -248,14 +248,22 @@ def test_the_console_says_how_long_it_takes(by_degree: dict[int, Run]) -> None:
     )
 
 
-def test_tensorboard_groups_the_charts(by_degree: dict[int, Run]) -> None:
-    run = by_degree[2]
+@pytest.mark.parametrize(("degree", "validated"), [(2, True), (1, True), (2, False)])
+def test_tensorboard_groups_the_charts(
+    by_degree: dict[int, Run], by_layout: dict[str, Run], degree: int, validated: bool
+) -> None:
+    """No chart is empty, whatever the run does not have."""
+    run = by_degree[degree] if validated else by_layout["striped"]
     (file,) = run.event_files
     events = EventAccumulator(str(file)).Reload()
     tensor = events.Tensors(metadata.CONFIG_SUMMARY_TAG)[0].tensor_proto
     layout = layout_pb2.Layout.FromString(tensor.string_val[0])
     groups = {category.title: category for category in layout.category}
-    assert list(groups) == ["Loss", "Speed", "Ring", "Memory", "Optimizer", "Data"]
+    ring = ["Ring"] if degree > 1 else []
+    assert list(groups) == ["Loss", "Speed", *ring, "Memory", "Optimizer", "Data"]
+    charts = {chart.title for category in layout.category for chart in category.chart}
+    assert ("validation loss by position" in charts) == validated
+    assert not any("GPU" in title for title in charts)
     drawable = [tag for tag in run.scalars if "(" not in tag]
     for category in layout.category:
         for chart in category.chart:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import tracemalloc
 
 import numpy as np
@@ -169,6 +170,22 @@ def test_validation_has_the_same_sequences_at_every_degree(files, packing, mask,
     assert [fingerprint(batch) for batch in dealt[: len(alone)]] == alone
     assert len(dealt) - len(alone) < degree
     assert all((labels == -100).all() for _, labels in dealt[len(alone) :])
+
+
+@pytest.mark.parametrize("training", ["local", "sample"])
+@pytest.mark.parametrize("validation", ["local", "sample"])
+def test_validation_on_the_bundled_novels_is_said(files, caplog, training, validation):
+    """Where nothing else is named, and training reads other data."""
+    config = job(training__dataset=training, validation__dataset=validation)
+    config.training.seq_len = config.validation.seq_len = 16
+    config.validation.local_batch_size = 1
+    for data in (config.training, config.validation):
+        data.dataset_path = files if data.dataset == "local" else None
+    with caplog.at_level(logging.WARNING):
+        build_validation_dataloader(1, 0, NumberTokenizer(), config)
+    expected = 'validation.dataset = "sample", its default: it measures on the bundled novels'
+    said = [record.message.startswith(expected) for record in caplog.records]
+    assert said == ([True] if (training, validation) == ("local", "sample") else [])
 
 
 def test_a_column_of_another_name(tmp_path):

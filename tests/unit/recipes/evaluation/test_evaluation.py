@@ -1,6 +1,7 @@
 """Samples as their papers define them, and the arithmetic of the measures."""
 
 import json
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,21 @@ def test_samples_have_the_length_asked_for_and_begin_with_bos(
         assert sample.tokens.dtype == np.int64
         assert sample.tokens[0] == encode.tokenizer.bos_id
         assert len(sample.answer) >= 3
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_texts_that_repeat_are_announced(
+    encode: Encoder, tmp_path: Path, caplog: pytest.LogCaptureFixture, missing: int
+) -> None:
+    (tmp_path / "short.txt").write_text("The sky is blue. The sun is yellow.")
+    source = FileSource(str(tmp_path / "short.txt"), "text")
+    tokens = len(encode("The sky is blue. The sun is yellow."))
+    with caplog.at_level(logging.WARNING):
+        Haystack(encode, source, count=tokens + missing)
+    said = [record.message for record in caplog.records]
+    assert len(said) == missing
+    for line in said:
+        assert line.startswith(f"evaluation.dataset has {tokens} tokens, {tokens + 1} are wanted")
 
 
 @pytest.mark.parametrize("task", ["passkey", "needle", "multikey"])

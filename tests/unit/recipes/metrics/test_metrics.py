@@ -175,7 +175,7 @@ def test_device_clock_reads_events_when_the_step_is_over(monkeypatch):
 
 
 def test_charts_name_tags_as_tensorboard_reads_and_draws_them():
-    kind, patterns = custom_scalars(True, True)["Speed"]["MFU"]
+    kind, patterns = custom_scalars(validation=True, ring=True)["Speed"]["MFU"]
     assert kind == "Multiline"
     measured = {"mfu(%)": 2.0, "mfu_causal(%)": 1.0, "planned/mfu(%)": 3.0, "lr": 4.0}
     drawn = twins(measured)
@@ -183,7 +183,7 @@ def test_charts_name_tags_as_tensorboard_reads_and_draws_them():
     for tag in drawn:
         assert any(re.match(pattern, tag) for pattern in patterns)
     assert not any(re.match(pattern, "charts/mfu_%x") for pattern in patterns)
-    (pattern,) = custom_scalars(True, True)["Loss"]["loss by position"][1]
+    (pattern,) = custom_scalars(validation=True, ring=True)["Loss"]["loss by position"][1]
     assert re.match(pattern, "loss_by_position/64-127")
     assert not re.match(pattern, "validation_loss_by_position/64-127")
 
