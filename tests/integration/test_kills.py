@@ -11,12 +11,20 @@ from recipes.checkpoint.files import METADATA, finished_steps, read_whole
 from tests.helpers.faults import Disturbed
 from tests.helpers.runs import TINY
 
+# Forward passes without a backward pass, before and after saves.
+MEASURED = (
+    *("--validation.enable", "--validation.freq", "2", "--validation.steps", "1"),
+    *("--evaluation.enable", "--evaluation.freq", "3", "--evaluation.lengths", "132"),
+    *("--evaluation.tasks", "passkey", "--evaluation.samples", "1", "--evaluation.depths", "0.5"),
+    *("--evaluation.texts", "0"),
+)
+
 
 def start(ranks: int, folder: Path, steps: int, restarts: int) -> Disturbed:
     """A run that saves every other step, and that torchrun starts again so many times."""
     return Disturbed(
         ranks,
-        *TINY,
+        *(*TINY, *MEASURED),
         *("--job.dump_folder", str(folder), "--parallelism.context_parallel_degree", str(ranks)),
         *("--training.steps", str(steps), "--checkpoint.enable", "--checkpoint.interval", "2"),
         torchrun=("--standalone", "--max-restarts", str(restarts)),
@@ -38,53 +46,59 @@ def is_saving(checkpoints: Path) -> bool:
     )
 
 
-def kill_ranks(run: Disturbed, ranks: int, kills: int, seed: int, checkpoints: Path) -> int:
-    """Kill ranks at random; returns how many kills left an unfinished checkpoint behind.
-
-    Every other kill hits a save: between a checkpoint's data and its mark as finished.
-    """
-    dice = random.Random(seed)
-    unfinished = 0
-    for number in range(kills):
-        if number % 2 == 0:
-            run.wait_for(lambda: is_saving(checkpoints), "a save")
-            time.sleep(dice.uniform(0, 0.05))
-        else:
-            run.wait_for_steps(1)
-            time.sleep(dice.uniform(0, 0.5))
-        kill(run, dice.randrange(ranks))
-        finished = finished_steps(checkpoints)
-        unfinished += len(finished) < len(list(checkpoints.glob("step-*")))
-        for step in finished:
-            read_whole(checkpoints / f"step-{step}")
-    return unfinished
+def ask_to_leave(run: Disturbed, rank: int) -> None:
+    run.signal_rank(rank, signal.SIGUSR1)
+    assert run.wait(400) != 0
+    assert "asked to leave: step" in run.output or "before the first step" in run.output
 
 
-def check_kills(ranks: int, kills: int, seed: int, folder: Path) -> None:
-    steps = 6 + 2 * kills
+def check_disturbed(ranks: int, disturbances: int, seed: int, folder: Path) -> None:
+    """A run with kills in saves, kills at any moment, and requests to leave, in turn."""
+    steps = 6 + 2 * disturbances
     whole = start(ranks, folder / "whole", steps, 0)
-    assert whole.wait(400) == 0, whole.output
-    run = start(ranks, folder / "killed", steps, kills)
-    checkpoints = folder / "killed" / "checkpoint"
+    assert whole.wait(900) == 0, whole.output
+    dice = random.Random(seed)
+    checkpoints = folder / "parts" / "checkpoint"
+    unfinished = 0
+    losses: dict[int, float] = {}
+    run = start(ranks, folder / "parts", steps, disturbances)
     try:
-        assert kill_ranks(run, ranks, kills, seed, checkpoints) > 0
-        assert run.wait(400) == 0, run.output
+        for number in range(disturbances):
+            if number % 3 == 0:
+                run.wait_for(lambda: is_saving(checkpoints), "a save")
+                time.sleep(dice.uniform(0, 0.05))
+            else:
+                run.wait_for_steps(1)
+                time.sleep(dice.uniform(0, 0.5))
+            rank = dice.randrange(ranks)
+            if number % 3 == 2:
+                ask_to_leave(run, rank)
+                losses |= run.losses
+                run = start(ranks, folder / "parts", steps, disturbances)
+            else:
+                kill(run, rank)
+            finished = finished_steps(checkpoints)
+            unfinished += len(finished) < len(list(checkpoints.glob("step-*")))
+            for step in finished:
+                read_whole(checkpoints / f"step-{step}")
+        assert run.wait(900) == 0, run.output
     finally:
         run.stop()
-    assert sorted(run.losses) == sorted(whole.losses) == list(range(1, steps + 1))
-    for step, loss in run.losses.items():
-        assert loss == pytest.approx(whole.losses[step], abs=1e-5), step
+    assert unfinished > 0
+    losses |= run.losses
+    assert sorted(losses) == sorted(whole.losses) == list(range(1, steps + 1))
+    assert losses == pytest.approx(whole.losses, abs=1e-5)
     assert steps in finished_steps(checkpoints)
     read_whole(checkpoints / f"step-{steps}")
 
 
-@pytest.mark.timeout(900)
-def test_two_kills(tmp_path: Path) -> None:
-    check_kills(2, 2, seed=1, folder=tmp_path)
+@pytest.mark.timeout(1800)
+def test_two_kills_and_a_request(tmp_path: Path) -> None:
+    check_disturbed(2, 3, seed=1, folder=tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3000)
+@pytest.mark.timeout(6000)
 @pytest.mark.parametrize(("ranks", "seed"), [(2, 2), (4, 3)])
-def test_ten_kills(ranks: int, seed: int, tmp_path: Path) -> None:
-    check_kills(ranks, 10, seed, tmp_path)
+def test_fifteen_kills_and_requests(ranks: int, seed: int, tmp_path: Path) -> None:
+    check_disturbed(ranks, 15, seed, tmp_path)
