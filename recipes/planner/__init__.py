@@ -1,4 +1,4 @@
-"""The planner: will a run fit, how fast is it, which degrees work. No torch, no GPU.
+"""The planner: will a run fit, how fast is it, which degrees work. No GPU.
 
     hardware.py, shapes.py     what is known about GPUs, networks, kernels and models
     run.py, settings.py        a run, and the TOML sections it comes from
