@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
@@ -50,6 +51,9 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_export_of_a_run_is_bitwise_what_went_in(tied: tuple[Path, Path]) -> None:
     source, dump = tied
     exported = dump / "checkpoint" / "step-2"
+    for file in exported.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as weights:
+            assert weights.metadata() == {"format": "pt"}
     before, after = weights_of(source), weights_of(exported)
     assert torch.equal(after.pop("lm_head.weight"), before["model.embed_tokens.weight"])
     assert after.keys() == before.keys()
@@ -133,6 +137,12 @@ def test_config_of_an_extended_model(tmp_path: Path) -> None:
     assert (written["rope_theta"], written["rope_scaling"]) == (2.8e9, None)
     assert written["max_position_embeddings"] == 65536
     assert written["torch_dtype"] == "bfloat16"
+    # As transformers up to 4.51 has it, the factor of YaRN is the quotient of these two.
+    yarn = [*ROPE["yarn"][1], "--training.seq_len", "256"]
+    written = hf_config(load_config([*base, *yarn]), hf, "bfloat16")
+    scaling = written["rope_scaling"]
+    original = scaling["original_max_position_embeddings"]
+    assert written["max_position_embeddings"] / original == scaling["factor"] == 16.0
     kept = hf_config(load_config([*base, *ROPE["llama3"][1], *TINY]), hf, "float32")
     assert kept["max_position_embeddings"] == 1024
     assert kept["rope_scaling"]["factor"] == 32.0

@@ -266,6 +266,14 @@ def damage(folder: Path, how: str) -> None:
             metadata.write_bytes(pickle.dumps(Harmful()))
         case "data cut off":
             data.write_bytes(data.read_bytes()[:1000])
+        case "metadata without a table":
+            value = pickle.loads(metadata.read_bytes())
+            value.state_dict_metadata = None
+            metadata.write_bytes(pickle.dumps(value))
+        case "metadata with a word for a length":
+            value = pickle.loads(metadata.read_bytes())
+            next(iter(value.storage_data.values())).length = "long"
+            metadata.write_bytes(pickle.dumps(value))
         case "data missing":
             data.unlink()
         case "another model":
@@ -283,6 +291,8 @@ def damage(folder: Path, how: str) -> None:
     ("how", "expected"),
     [
         ("metadata cut off", r"\.metadata: damaged"),
+        ("metadata without a table", r"\.metadata: damaged"),
+        ("metadata with a word for a length", r"\.metadata: damaged"),
         ("metadata is text", r"\.metadata: damaged"),
         ("metadata of something else", r"\.metadata: damaged"),
         ("metadata runs code", r"\.metadata: names posix\.system, which no checkpoint does"),

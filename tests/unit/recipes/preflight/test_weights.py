@@ -52,6 +52,29 @@ def edit_config(folder: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+def test_only_a_tied_model_may_lack_its_head(folder: Path) -> None:
+    edit_config(folder, tie_word_embeddings=False)
+    assert refusal(folder).endswith("lm_head.weight is missing, tie_word_embeddings is not true")
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "said"),
+    [
+        (INDEX, {"weight_map": ["a"]}, "weight_map is no table of names of files"),
+        (INDEX, {"weight_map": {"a": "../b"}}, "weight_map is no table of names of files"),
+        ("config.json", {"num_attention_heads": "8"}, 'num_attention_heads = "8": '),
+        ("config.json", {"max_position_embeddings": "x"}, 'max_position_embeddings = "x": '),
+        ("config.json", {"rope_parameters": "x", "rope_scaling": "x"}, "cannot be read"),
+    ],
+)
+def test_files_with_values_of_other_kinds(folder: Path, file: str, changes, said: str) -> None:
+    path = folder / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    line = refusal(folder)
+    assert said in line
+    assert str(path) in line
+
+
 def test_a_good_folder_passes(folder: Path) -> None:
     read(folder)
     (folder / INDEX).unlink()
