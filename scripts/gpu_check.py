@@ -26,17 +26,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import torch
-from bench import virtual
-from bench.case import Case
-from bench.correctness import Check, check
-from bench.report import rows_of, table
-from bench.training import train
+# The modules that measure are imported where they are used: --help is not to wait for torch.
 
-from striped_cp import Striped
-from striped_cp.layout import layout_from_spec
-
-LAYOUTS = {name: layout_from_spec(name) for name in ("striped", "headtail", "contiguous")}
+LAYOUTS = ("striped", "headtail", "contiguous")
 CHECKPOINTS = ("--activation_checkpoint.mode", "full")
 LEVERS: dict[str, tuple[str, ...]] = {
     "none": ("--memory.loss_chunk_tokens", "0"),
@@ -101,6 +93,8 @@ DRY_RUN = Sizes(
 
 
 def environment(sizes: Sizes) -> dict[str, Any]:
+    import torch
+
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "torch": torch.__version__,
@@ -112,10 +106,14 @@ def environment(sizes: Sizes) -> dict[str, Any]:
 
 def correctness(sizes: Sizes) -> list[dict[str, Any]]:
     """Largest error of every kernel, layout and packing; raises if one is too large."""
+    from bench.correctness import Check, check
+
+    from striped_cp.layout import layout_from_spec
+
     checks = [
         Check(kernel, layout, packed, sizes.dtype, heads, kv_heads, sizes.rows_checked)
         for kernel in sizes.checked
-        for layout in (*LAYOUTS.values(), Striped(16))
+        for layout in map(layout_from_spec, (*LAYOUTS, "striped:16"))
         for packed in ((False, True) if kernel in sizes.packed else (False,))
         for heads, kv_heads in ((4, 4), (8, 2))
     ]
@@ -130,6 +128,13 @@ def correctness(sizes: Sizes) -> list[dict[str, Any]]:
 
 
 def rings(sizes: Sizes) -> list[dict[str, Any]]:
+    from bench import virtual
+    from bench.case import Case
+    from bench.report import rows_of, table
+
+    from striped_cp.layout import layout_from_spec
+
+    layouts = {name: layout_from_spec(name) for name in LAYOUTS}
     rows = []
     for world_size, local, repeats in sizes.rings:
         seq_len = world_size * local
@@ -147,18 +152,22 @@ def rings(sizes: Sizes) -> list[dict[str, Any]]:
                 kernel="auto",
                 rotate_method="ring",
             )
-            rows += rows_of(case, "virtual", virtual.measure(case, LAYOUTS, repeats))
+            rows += rows_of(case, "virtual", virtual.measure(case, layouts, repeats))
     print(table(rows))
     return rows
 
 
 def recipe(sizes: Sizes) -> dict[str, Any]:
+    from bench.training import train
+
     summary = train(sizes.recipe, 1, *sizes.recipe_settings)
     print(f"loss {summary['loss']:.4f}, {summary['tokens_per_second']:.0f} tokens/s")
     return summary
 
 
 def levers(sizes: Sizes) -> list[dict[str, Any]]:
+    from bench.training import train
+
     results = []
     for name, settings in LEVERS.items():
         size = ("--training.seq_len", str(sizes.lever_seq_len), "--training.local_batch_size", "1")
@@ -180,6 +189,8 @@ def main() -> int:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
+    import torch
+
     if arguments.device == "cuda" and not torch.cuda.is_available():
         sys.exit("gpu_check.py: no CUDA device; --device cpu is a dry run with tiny sizes")
     sizes = GPU if arguments.device == "cuda" else DRY_RUN

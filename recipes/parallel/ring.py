@@ -6,25 +6,39 @@ import math
 from typing import TYPE_CHECKING
 
 from recipes.config.schema import StripedJobConfig
-from striped_cp.layout import Layout, Striped, layout_from_spec
+from recipes.titan.first_import import load_alone
 
 if TYPE_CHECKING:
     from datetime import timedelta
 
     from recipes.titan import ParallelDims
+    from striped_cp import Layout
+
+# The package registers the ring with torch; lengths are checked, and runs planned, without.
+layouts = load_alone("striped_cp.layout")
+
+
+def named_layout(name: str, block_size: int) -> Layout:
+    """The layout of `parallelism.context_parallel_load_balancer` and `striped_cp.block_size`."""
+    return layouts.Striped(block_size) if name == "striped" else layouts.layout_from_spec(name)
 
 
 def layout_of(config: StripedJobConfig) -> Layout:
-    """The layout that `parallelism.context_parallel_load_balancer` and its block size name."""
+    """The layout that the settings name."""
     name = config.parallelism.context_parallel_load_balancer
-    return Striped(config.striped_cp.block_size) if name == "striped" else layout_from_spec(name)
+    return named_layout(name, config.striped_cp.block_size)
 
 
 def seq_len_divisor(config: StripedJobConfig) -> int:
-    """What sequence lengths must be a multiple of: the layout's rule, and S/cp split over tp."""
-    cp = config.parallelism.context_parallel_degree
-    tp = config.parallelism.tensor_parallel_degree
-    return math.lcm(layout_of(config).divisor(cp), cp * tp)
+    """What sequence lengths must be a multiple of."""
+    parallelism = config.parallelism
+    cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
+    return length_divisor(layout_of(config), cp, tp)
+
+
+def length_divisor(layout: Layout, cp: int, tp: int) -> int:
+    """The layout's rule, and S/cp split over tp."""
+    return math.lcm(layout.divisor(cp), cp * tp)
 
 
 def give_ring_its_group(parallel_dims: ParallelDims, timeout: timedelta) -> None:

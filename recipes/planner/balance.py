@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from recipes.parallel.ring import named_layout
 from recipes.planner.hardware import Gpu
 from recipes.planner.plan import Plan, make_plan
 from recipes.planner.run import Run
 from striped_cp.documents import Documents
-from striped_cp.layout import Layout, Striped, layout_from_spec
+from striped_cp.layout import Layout
 from striped_cp.tiles import tiles_of_rank
 
 # Stripes as wide as a block of FlexAttention, beside token stripes.
@@ -47,14 +48,10 @@ def slowest_pairs(layout: Layout, run: Run) -> tuple[tuple[float, ...], float]:
     return slowest, balance
 
 
-def layout_of(run: Run) -> Layout:
-    """The library's layout for `run`."""
-    return Striped(run.block_size) if run.layout == "striped" else layout_from_spec(run.layout)
-
-
 def with_documents(run: Run) -> Run:
     """`run` with the pairs of its packed documents in place of those of one document."""
-    return replace(run, slowest_pairs=slowest_pairs(layout_of(run), run)[0])
+    layout = named_layout(run.layout, run.block_size)
+    return replace(run, slowest_pairs=slowest_pairs(layout, run)[0])
 
 
 def compare_layouts(run: Run, gpu: Gpu, network_gb_s: float) -> list[LayoutRow]:
@@ -67,7 +64,7 @@ def compare_layouts(run: Run, gpu: Gpu, network_gb_s: float) -> list[LayoutRow]:
     ]
     rows = []
     for candidate in candidates:
-        layout = layout_of(candidate)
+        layout = named_layout(candidate.layout, candidate.block_size)
         if run.seq_len % layout.divisor(run.cp):
             continue
         pairs, balance = slowest_pairs(layout, candidate)

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 from recipes.models.shapes import ModelShape, causal_pairs, document_pairs
+from recipes.parallel.ring import length_divisor, named_layout
 from recipes.planner.hardware import Gpu
 
 
@@ -154,8 +155,8 @@ def check(run: Run, gpu: Gpu) -> None:
             f"parallelism.tensor_parallel_degree = {run.tp} must divide the model's "
             f"{shape.n_heads} query heads and {shape.n_kv_heads} key/value heads"
         )
-    divisor = run.cp * (run.block_size if run.layout == "striped" else 1)
-    if run.seq_len % divisor or run.local_tokens % run.tp:
+    layout = named_layout(run.layout, run.block_size)
+    if run.seq_len % length_divisor(layout, run.cp, run.tp):
         raise ValueError(
             f"training.seq_len = {run.seq_len} is not divisible over context_parallel_degree "
             f"{run.cp} and tensor_parallel_degree {run.tp}"

@@ -2,7 +2,8 @@
 
 torchtitan 0.2.2 decides on its device while it is imported, and its package imports torch,
 inductor and torchao: four seconds, before an argument has been read. So the host is prepared at
-that moment and not before, and the modules that only describe settings are loaded without it.
+that moment and not before, and modules that need no torch, those that describe settings and the
+layouts of the ring, are loaded without their package.
 """
 
 import importlib.abc
@@ -10,6 +11,7 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -23,13 +25,17 @@ def prepare() -> None:
     sys.meta_path.insert(0, _Finder())
 
 
+# Modules that were loaded without their package.
+_alone: list[str] = []
+
+
 class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
-        self, name: str, path: object = None, target: object = None
+        self, name: str, path: Sequence[str] | None = None, target: object = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != "torchtitan":
+        if name != "torchtitan" and not any(_package(alone) == name for alone in _alone):
             return None
-        spec = importlib.machinery.PathFinder.find_spec(name)
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader)
         return spec
@@ -43,28 +49,45 @@ class _Loader(importlib.abc.Loader):
         return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
+        # As if the package had imported them itself.
+        for name in _alone:
+            if _package(name) == module.__name__:
+                setattr(module, name.rpartition(".")[2], sys.modules[name])
+        if module.__name__ != "torchtitan":
+            self.loader.exec_module(module)
+            return
         from recipes.titan import cpu_host
 
         with cpu_host.chosen():
             self.loader.exec_module(module)
 
 
-def load_alone(name: str) -> ModuleType:
-    """A module of torchtitan's, without its package and without torch.
+def _package(name: str) -> str:
+    return name.rpartition(".")[0]
 
-    It is the one that torchtitan itself finds later. For modules that name torch and use it, if at
+
+def load_alone(name: str) -> ModuleType:
+    """A module without its package and without torch.
+
+    It is the one that the package itself finds later. For modules that name torch and use it, if at
     all, when they are called.
     """
     if name in sys.modules:
         return sys.modules[name]
-    package = importlib.util.find_spec("torchtitan")
-    (folder,) = package.submodule_search_locations  # type: ignore[union-attr, misc]
-    path = Path(folder, *name.split(".")[1:]).with_suffix(".py")
+    if _package(name) in sys.modules:
+        return importlib.import_module(name)
+    root, *parts = name.split(".")
+    package = importlib.util.find_spec(root)
+    if package is None:
+        raise ModuleNotFoundError(f"No module named {root!r}", name=root)
+    (folder,) = package.submodule_search_locations  # type: ignore[misc]
+    path = Path(folder, *parts).with_suffix(".py")
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    _alone.append(name)
     if "torch" in sys.modules:
         spec.loader.exec_module(module)
         return module

@@ -53,12 +53,12 @@ def test_8b_at_1m_fits_8_gpus_of_80_gb():
     assert table["memory"]["total_bytes"] < 0.9 * 79.1 * 2**30
 
 
-def test_does_without_torchtitan():
+def test_takes_less_than_two_seconds_without_torch():
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     plan(EIGHT_GPUS, "--gpus", 8, "--gpu", "h100")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     # Processor time: the wall clock of a busy test machine says little.
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
 
 
 def test_text_names_what_a_user_asks_for():
