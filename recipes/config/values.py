@@ -4,6 +4,7 @@ Raises `InvalidSetting` like `recipes.preflight.checks`, which calls this.
 """
 
 import math
+from collections.abc import Callable
 from pathlib import PurePath
 from typing import Any
 
@@ -139,6 +140,32 @@ _ONLY: dict[str, tuple[object, str]] = {
 }
 
 
+_RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (_AT_LEAST_ONE, lambda v: v >= 1, "at least 1"),
+    (_AT_LEAST_ZERO, lambda v: v >= 0, "at least 0"),
+    (_POSITIVE, lambda v: v > 0, "above 0"),
+    (_BELOW_ONE, lambda v: 0 <= v < 1, "at least 0 and below 1"),
+    (_SHARE, lambda v: 0 <= v <= 1, "0 to 1"),
+    (_MINUS_ONE_OR_AT_LEAST_ONE, lambda v: v == -1 or v >= 1, "-1 or at least 1"),
+    (_MINUS_ONE_OR_AT_LEAST_ZERO, lambda v: v >= -1, "-1 or at least 0"),
+    (_SECONDS, lambda v: 1 <= v <= 10**9, "1 to 1000000000"),
+)
+
+
+def allowed_values(key: str) -> str:
+    """What `check_values` lets a key be, in words; empty where its type says it all."""
+    if key in _ONLY:
+        only, why = _ONLY[key]
+        return f"{'unset' if only in ('', None) else toml(only)} alone: {why}"
+    if key in _ONE_OF:
+        return choices(_ONE_OF[key])
+    texts = [text for keys, _, text in _RULES if key in keys]
+    texts += [f"at most {_AT_MOST[key]}"] if key in _AT_MOST else []
+    texts += ["a folder in job.dump_folder"] if key in _FOLDERS_IN_DUMP_FOLDER else []
+    texts += ["not empty"] if key in _NOT_EMPTY else []
+    return ", ".join(texts)
+
+
 def get(config: object, key: str) -> Any:
     """Value of a dotted key."""
     for part in key.split("."):
@@ -153,17 +180,7 @@ def check_values(config: StripedJobConfig) -> None:
 
 
 def _check_ranges(config: StripedJobConfig) -> None:
-    rules = (
-        (_AT_LEAST_ONE, lambda v: v >= 1, "at least 1"),
-        (_AT_LEAST_ZERO, lambda v: v >= 0, "at least 0"),
-        (_POSITIVE, lambda v: v > 0, "above 0"),
-        (_BELOW_ONE, lambda v: 0 <= v < 1, "at least 0 and below 1"),
-        (_SHARE, lambda v: 0 <= v <= 1, "0 to 1"),
-        (_MINUS_ONE_OR_AT_LEAST_ONE, lambda v: v == -1 or v >= 1, "-1 or at least 1"),
-        (_MINUS_ONE_OR_AT_LEAST_ZERO, lambda v: v >= -1, "-1 or at least 0"),
-        (_SECONDS, lambda v: 1 <= v <= 10**9, "1 to 1000000000"),
-    )
-    for keys, fits, allowed in rules:
+    for keys, fits, allowed in _RULES:
         for key in keys:
             value = get(config, key)
             if value is not None and not (math.isfinite(value) and fits(value)):
