@@ -74,6 +74,11 @@ def test_states_in_a_checkpoint_are_loaded_without_running_code(
     with pytest.raises(CheckpointException, match=r"state\.step names code to run; not loaded"):
         dcp.load({"state": {"step": 0}}, checkpoint_id=tmp_path / "bad")
     assert "harmed" not in capsys.readouterr().out
+    # Bytes that are no state at all are damage, and not blamed on anyone.
+    (data,) = (tmp_path / "good").glob("*.distcp")
+    data.write_bytes(bytes(data.stat().st_size))
+    with pytest.raises(CheckpointException, match=r"is damaged; not loaded"):
+        dcp.load({"state": dict.fromkeys(good)}, checkpoint_id=tmp_path / "good")
 
 
 def test_tensorboard_listens_on_this_machine_only_in_every_example() -> None:

@@ -1,6 +1,7 @@
 """Metrics against figures worked out by hand."""
 
 import dataclasses
+import importlib
 import json
 import re
 import time
@@ -23,6 +24,7 @@ from recipes.metrics.ring_clock import HostRingClock
 from recipes.metrics.summary import Summary, Work
 from recipes.models.llama3.args import FLAVORS
 from recipes.preflight import load_config
+from recipes.titan.tensorboard import own_folder
 
 IGNORE = -100
 
@@ -211,7 +213,11 @@ def test_summary(tmp_path):
         summary.add(Work(2, 200, 4.0, 2e6, 1e6), tokens_seen=seen, loss=4.0, memory_gib=1.0)
     summary.imbalances += [3.0, 1.0, 1.2]
     summary.validation_loss = 4.5
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "summary.json").write_text("of the run before")
     line = summary.write(tmp_path / "run", "run/tb")
+    (before,) = (tmp_path / "run").glob("summary-*.json")
+    assert before.read_text() == "of the run before"
     table = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert table == {
         "steps": 5,
@@ -267,3 +273,12 @@ def test_a_step_that_takes_longer_than_the_timeout_is_announced(monkeypatch, cap
         "another one's step ends the run; set it to 280 or more"
     )
     assert warnings == ([expected] if timeout == 139 else [])
+
+
+def test_every_run_has_a_folder_of_its_own(tmp_path):
+    """Also where several start in one second."""
+    titan = importlib.import_module("torchtitan.components.metrics")
+    for _ in range(3):
+        with own_folder(tmp_path):
+            (tmp_path / titan.datetime.now().strftime("%Y%m%d-%H%M")).mkdir()
+    assert len(list(tmp_path.iterdir())) == 3

@@ -386,6 +386,10 @@ def test_documents_prepared_with_another_tokenizer(monkeypatch, capfd, tmp_path)
         tmp_path / MANIFEST, manifest | {"shards": [{"file": "shard-00000.arrow", "bytes": 1}]}
     )
     assert "not 1 bytes long" in refusal(monkeypatch, capfd, *local(tmp_path))
+    elsewhere = [{"file": "../other/shard-00000.arrow", "bytes": size}]
+    write_json(tmp_path / MANIFEST, manifest | {"shards": elsewhere})
+    line = refusal(monkeypatch, capfd, *local(tmp_path))
+    assert "names ../other/shard-00000.arrow, outside of its folder" in line
 
 
 def test_debug_shows_where(monkeypatch, capfd) -> None:
