@@ -231,7 +231,7 @@ def _load_bytes_without_code(
         with torch.serialization.safe_globals([bytes]):
             torch.load(value, weights_only=True)
     except Exception as error:  # whatever damaged bytes lead to
-        code = isinstance(error, pickle.UnpicklingError) and "nsupported" in str(error)
+        code = re.search(r"Unsupported (global|class)", str(error))
         what = "names code to run" if code else "is damaged"
         raise ValueError(f"checkpoint: {name} {what}; not loaded") from None
     value.seek(0)
