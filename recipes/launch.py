@@ -50,7 +50,7 @@ def main(args: Sequence[str]) -> None:
 
 
 def _train(config: StripedJobConfig) -> None:
-    from recipes.checkpoint.files import load_without_code
+    from recipes.titan.patches import load_without_code
     from recipes.train import spec as train_spec
     from recipes.train.trainer import StripedTrainer
 

@@ -4,7 +4,6 @@ torch's format (DCP) is a folder of `*.distcp` data files and a file `.metadata`
 last: a folder without it is a save that did not finish. Only `.metadata` is read here.
 """
 
-import io
 import json
 import pickle
 import re
@@ -12,10 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
 
 from recipes.config.schema import StripedJobConfig
 from recipes.config.types import InvalidSetting
@@ -208,34 +205,6 @@ def _is_whole(metadata: object) -> bool:
         and type(part.offset) is type(part.length) is int
         for part in metadata.storage_data.values()
     )
-
-
-def load_without_code() -> None:
-    """From now on, whatever in a checkpoint is no tensor is loaded with `weights_only`.
-
-    torch's planner (2.13) unpickles these entries as they come: the step, the learning rate, the
-    place in the data.
-    """
-    DefaultLoadPlanner.load_bytes = _load_bytes_without_code  # type: ignore[method-assign, assignment]
-
-
-_load_bytes = DefaultLoadPlanner.load_bytes
-
-
-def _load_bytes_without_code(
-    planner: DefaultLoadPlanner, read_item: ReadItem, value: io.BytesIO
-) -> None:
-    name = read_item.storage_index.fqn
-    try:
-        # Empty bytes are pickled as a call of `bytes`.
-        with torch.serialization.safe_globals([bytes]):
-            torch.load(value, weights_only=True)
-    except Exception as error:  # whatever damaged bytes lead to
-        code = re.search(r"Unsupported (global|class)", str(error))
-        what = "names code to run" if code else "is damaged"
-        raise ValueError(f"checkpoint: {name} {what}; not loaded") from None
-    value.seek(0)
-    _load_bytes(planner, read_item, value)
 
 
 class _UnknownName(Exception):

@@ -22,7 +22,7 @@ from recipes.checkpoint.files import (
 )
 from recipes.process.preemption import Preempted
 from recipes.titan import device_module, logger
-from recipes.titan.safetensors import format_named
+from recipes.titan.patches import safetensors_format_named
 
 
 class StripedCheckpoints(CheckpointManager):
@@ -132,7 +132,7 @@ class StripedCheckpoints(CheckpointManager):
     def dcp_save(self, state_dict: dict[str, Any], checkpoint_id: str, *args: Any, **kwargs: Any):
         """As torchtitan's; an error of the file system names the folder."""
         try:
-            with format_named():
+            with safetensors_format_named():
                 return super().dcp_save(state_dict, checkpoint_id, *args, **kwargs)
         except (CheckpointException, OSError) as error:
             raise _named(error, checkpoint_id) from None

@@ -43,7 +43,7 @@ def hold_to_settings(
             base * factor(scheduler.last_epoch)
             for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
         ]
-        for group, rate in zip(optimizer.param_groups, scheduler._last_lr, strict=True):
+        for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
             for name, key in _KEYS.items():
                 before, now = _plain(group.get(name)), _plain(settings.get(name))
                 if before != now:

@@ -38,7 +38,7 @@ from recipes.metrics.summary import Summary, Work
 from recipes.models.llama3.args import TransformerModelArgs
 from recipes.planner.log import plan_line, plan_of_run, plan_scalars, timeout_warning
 from recipes.titan import ParallelDims, device_type, logger
-from recipes.titan.tensorboard import own_folder
+from recipes.titan.patches import own_tensorboard_folder
 from striped_cp import observe
 
 
@@ -53,7 +53,8 @@ class StripedMetrics(MetricsProcessor):
         parallel_dims: ParallelDims,
         model_args: TransformerModelArgs,
     ) -> None:
-        with own_folder(Path(job_config.job.dump_folder, job_config.metrics.save_tb_folder)):
+        logs = Path(job_config.job.dump_folder, job_config.metrics.save_tb_folder)
+        with own_tensorboard_folder(logs):
             super().__init__(job_config, parallel_dims)
         self.model_args = model_args
         self.device = torch.device(device_type)

@@ -1,5 +1,7 @@
 """torchtitan 0.2.2 made to do what it does not: every patch of it, in one room.
 
+README.md beside this file lists what is replaced, and every private name that is used anywhere.
+
 The names of torchtitan that many modules use come from here, each imported when it is first asked
 for: `from recipes.titan import logger` takes a millisecond, `ParallelDims` all of torchtitan.
 """

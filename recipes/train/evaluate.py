@@ -1,8 +1,9 @@
 """Evaluation by itself: the weights of a run loaded as its training would, and measured."""
 
-from recipes.checkpoint.files import checkpoint_to_load, load_without_code, step_to_load
+from recipes.checkpoint.files import checkpoint_to_load, step_to_load
 from recipes.config.schema import StripedJobConfig
 from recipes.preflight.weights import weights_folder
+from recipes.titan.patches import load_without_code
 from recipes.train import spec as train_spec
 from recipes.train.trainer import StripedTrainer
 

@@ -11,10 +11,9 @@ from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
-import torchtitan.train as titan_train
+from torchtitan.train import Trainer
 
 from recipes.checkpoint.manager import StripedCheckpoints
 from recipes.checkpoint.resume import hold_to_settings
@@ -28,21 +27,21 @@ from recipes.parallel.agreement import check_agreement, settings_and_code
 from recipes.parallel.ring import give_ring_its_group
 from recipes.parallel.startup_check import run_startup_check
 from recipes.process import faults, preemption
-from recipes.process.restarts import own_store
 from recipes.titan import IGNORE_INDEX, ParallelDims, cpu_host, dist_utils, logger
+from recipes.titan.patches import checkpointer, own_store
 from recipes.train.divergence import check_finite
 from recipes.train.pipeline import loss_of_last_stage, pipeline_loss
 from recipes.train.versions import versions
 from recipes.weights.export import finish_export
 
 
-class StripedTrainer(titan_train.Trainer):
+class StripedTrainer(Trainer):
     job_config: StripedJobConfig
     checkpointer: StripedCheckpoints
     metrics_processor: StripedMetrics
 
     def __init__(self, job_config: StripedJobConfig) -> None:
-        with mock.patch.object(titan_train, "CheckpointManager", StripedCheckpoints):
+        with checkpointer(StripedCheckpoints):
             super().__init__(job_config)
         data = {"the tokenizer": tokenizer_identity(self.tokenizer)}
         data["the training data"] = self.dataloader.source.identity

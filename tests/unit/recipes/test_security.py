@@ -8,8 +8,8 @@ import torch.distributed.checkpoint as dcp
 import yaml
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 
-from recipes.checkpoint.files import load_without_code
 from recipes.preflight import load_config
+from recipes.titan.patches import load_without_code
 from tests import ROOT
 
 PRODUCT = [
