@@ -24,7 +24,7 @@ from recipes.metrics.ring_clock import HostRingClock
 from recipes.metrics.summary import Summary, Work
 from recipes.models.llama3.args import FLAVORS
 from recipes.preflight import load_config
-from recipes.titan.tensorboard import own_folder
+from recipes.titan.patches import own_tensorboard_folder
 
 IGNORE = -100
 
@@ -279,6 +279,6 @@ def test_every_run_has_a_folder_of_its_own(tmp_path):
     """Also where several start in one second."""
     titan = importlib.import_module("torchtitan.components.metrics")
     for _ in range(3):
-        with own_folder(tmp_path):
+        with own_tensorboard_folder(tmp_path):
             (tmp_path / titan.datetime.now().strftime("%Y%m%d-%H%M")).mkdir()
     assert len(list(tmp_path.iterdir())) == 3
