@@ -44,17 +44,24 @@ class StripedCheckpoints(CheckpointManager):
         return super().load(step)
 
     def _forget_unfinished_start(self) -> None:
-        """Remove what a run left that died in its first save.
+        """Put away what a run left that died in its first save.
 
         torchtitan takes any checkpoint folder for a run under way: it would start from random
-        weights instead of checkpoint.initial_load_path or Hugging Face's.
+        weights instead of checkpoint.initial_load_path or Hugging Face's. Weights in it may be an
+        export that another program wrote whole: they are kept beside it.
         """
         folder = Path(self.folder)
-        if folder.is_dir() and self._find_load_step() == -1:
-            for path in step_folders(folder).values():
-                shutil.rmtree(path)
-            if not any(folder.iterdir()):
-                folder.rmdir()
+        if not folder.is_dir() or self._find_load_step() != -1:
+            return
+        if any(folder.glob("step-*/**/*.safetensors")):
+            aside = _next_number(folder.parent, f"{folder.name}-unfinished-")
+            folder.rename(aside)
+            logger.warning(f"{folder}: holds no whole checkpoint or export, it is {aside} now")
+            return
+        for path in step_folders(folder).values():
+            shutil.rmtree(path)
+        if not any(folder.iterdir()):
+            folder.rmdir()
 
     def _begin_branch(self, step: int) -> int:
         """Make the folder that of one line of training, which starts at `step`; the step to load.
@@ -74,9 +81,8 @@ class StripedCheckpoints(CheckpointManager):
             return latest
         later = {n: path for n, path in step_folders(folder).items() if n > step}
         if later:
-            number = 1 + sum(1 for _ in folder.glob("before-*"))
-            aside = folder / f"before-{number}"
-            aside.mkdir(exist_ok=True)
+            aside = _next_number(folder, "before-")
+            aside.mkdir()
             for path in later.values():
                 path.rename(aside / path.name)
             logger.warning(
@@ -162,11 +168,22 @@ class StripedCheckpoints(CheckpointManager):
         return max(finished_steps(path) | exported_steps(path), default=-1)
 
     def _purge_stale_checkpoints(self) -> None:
-        """Likewise: a copy `step-2-best` is the user's to delete."""
+        """Likewise: a copy `step-2-best` is the user's to delete. Only whole steps count.
+
+        An asynchronous save has only begun when this is called: what it writes, and what a save
+        left that was killed, is nothing to go on from yet.
+        """
         if self.keep_latest_k > 0 and dist.get_rank() == 0:
-            steps = sorted(step_folders(Path(self.folder)).items())
-            for _, path in steps[: -self.keep_latest_k]:
-                self.purge_queue.put(str(path))
+            folder = Path(self.folder)
+            whole = sorted(finished_steps(folder) | exported_steps(folder))
+            for step in whole[: -self.keep_latest_k]:
+                self.purge_queue.put(self._create_checkpoint_id(step))
+
+
+def _next_number(folder: Path, prefix: str) -> Path:
+    """A name in `folder` that is not taken: the prefix with a number above all that are there."""
+    numbers = (path.name.removeprefix(prefix) for path in folder.glob(f"{prefix}*"))
+    return folder / f"{prefix}{max((int(n) for n in numbers if n.isdecimal()), default=0) + 1}"
 
 
 def _named(error: BaseException, folder: str) -> BaseException:
