@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from recipes.models.shapes import ModelShape, causal_pairs, document_pairs
-from recipes.parallel.ring import length_divisor, named_layout
+from recipes.parallel.degrees import check_heads, check_length, check_microbatches, check_stages
+from recipes.parallel.ring import named_layout
 from recipes.planner.hardware import Gpu
 
 
@@ -121,10 +122,14 @@ class Run:
         return self.reshard_after_forward == "never"
 
     @property
+    def data_parallel(self) -> int:
+        """Ranks that read sequences of their own, or rather groups of cp * tp * pp ranks."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
     def sequences_per_step(self) -> int:
         """Sequences of the whole job per optimizer step."""
-        data_parallel = self.dp_replicate * self.dp_shard
-        return self.local_batch * self.gradient_accumulation * data_parallel
+        return self.local_batch * self.gradient_accumulation * self.data_parallel
 
     @property
     def tokens_per_step(self) -> int:
@@ -150,27 +155,12 @@ class Run:
 def check(run: Run, gpu: Gpu) -> None:
     """Raise ValueError, one line, for degrees that training would refuse or that make no sense."""
     shape = run.shape
-    if shape.n_heads % run.tp or shape.n_kv_heads % run.tp:
-        raise ValueError(
-            f"parallelism.tensor_parallel_degree = {run.tp} must divide the model's "
-            f"{shape.n_heads} query heads and {shape.n_kv_heads} key/value heads"
-        )
+    check_heads(shape.n_kv_heads, run.tp)
     layout = named_layout(run.layout, run.block_size)
-    if run.seq_len % length_divisor(layout, run.cp, run.tp):
-        raise ValueError(
-            f"training.seq_len = {run.seq_len} is not divisible over context_parallel_degree "
-            f"{run.cp} and tensor_parallel_degree {run.tp}"
-        )
-    if run.pp > shape.n_layers:
-        raise ValueError(
-            f"parallelism.pipeline_parallel_degree = {run.pp} exceeds the model's "
-            f"{shape.n_layers} layers"
-        )
-    if run.pp_schedule == "1F1B" and run.microbatches < run.pp:
-        raise ValueError(
-            f"training.local_batch_size = {run.local_batch} gives {run.microbatches} microbatches, "
-            f"fewer than parallelism.pipeline_parallel_degree = {run.pp}, which 1F1B does not take"
-        )
+    check_length("training.seq_len", run.seq_len, layout, run.cp, run.tp)
+    if run.pp > 1:
+        check_stages(run.pp_schedule, run.pp, run.pp * run.virtual_stages, shape.n_layers)
+        check_microbatches(run.pp_schedule, run.local_batch, run.pp_microbatch, run.pp)
     if run.kernel not in gpu.kernels:
         raise ValueError(
             f'striped_cp.kernel = "{run.kernel}": no published rate on {gpu.name}; '
@@ -180,28 +170,3 @@ def check(run: Run, gpu: Gpu) -> None:
         raise ValueError(
             f"--documents add up to {sum(run.documents)} tokens, training.seq_len is {run.seq_len}"
         )
-
-
-def with_degrees(run: Run, gpus: int) -> Run:
-    """Fill dp_shard = -1 with the GPUs that the other degrees leave over, as torchtitan does."""
-    fixed = run.dp_replicate * run.cp * run.tp * run.pp
-    text = " x ".join(
-        f"{name} {degree}"
-        for name, degree in (
-            ("dp_replicate", run.dp_replicate),
-            ("cp", run.cp),
-            ("tp", run.tp),
-            ("pp", run.pp),
-        )
-        if degree > 1
-    )
-    if run.dp_shard == -1:
-        if gpus % fixed:
-            raise ValueError(f"--gpus {gpus} is not a multiple of {fixed} ({text})")
-        return replace(run, dp_shard=gpus // fixed)
-    if run.dp_shard * fixed != gpus:
-        raise ValueError(
-            f"--gpus {gpus} is not {run.dp_shard * fixed} = "
-            + " x ".join(part for part in (text, f"dp_shard {run.dp_shard}") if part)
-        )
-    return run

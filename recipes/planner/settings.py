@@ -7,12 +7,12 @@ from typing import Any
 
 from recipes.config.schema import StripedJobConfig, compiles_model
 from recipes.models.shapes import SHAPES
+from recipes.parallel.degrees import gradient_accumulation, resolved_shard, stages_a_rank
 from recipes.planner.hardware import Gpu
-from recipes.planner.run import Levers, Run, check, with_degrees
+from recipes.planner.run import Levers, Run, check
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-# Stages per rank that torchtitan 0.2.2 makes when layers_per_stage is not set.
-_SCHEDULES = {"1F1B": 1, "GPipe": 1, "Interleaved1F1B": 2, "LoopedBFS": 2}
+_SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS")
 
 
 def run_from_config(
@@ -27,10 +27,12 @@ def run_from_config(
     Raises:
         ValueError: one line naming the setting; also for what the planner does not model.
     """
-    run = with_degrees(_as_written(config, gpu, documents), gpus)
-    run = with_global_batch(run, config.training.global_batch_size)
+    run = replace(_as_written(config, gpu, documents), dp_shard=resolved_shard(config, gpus))
+    passes = gradient_accumulation(
+        config.training.global_batch_size, run.local_batch, run.data_parallel
+    )
     check(run, gpu)
-    return run
+    return replace(run, gradient_accumulation=passes)
 
 
 def run_to_search(config: StripedJobConfig, gpus: int, gpu: Gpu) -> tuple[Run, int | None]:
@@ -47,16 +49,18 @@ def run_to_search(config: StripedJobConfig, gpus: int, gpu: Gpu) -> tuple[Run, i
     if total != -1:
         return anywhere, total
     try:
-        return anywhere, with_degrees(written, gpus).sequences_per_step
+        shard = resolved_shard(config, gpus)
     except ValueError:
         return anywhere, None
+    return anywhere, replace(written, dp_shard=shard).sequences_per_step
 
 
 def _as_written(config: StripedJobConfig, gpu: Gpu, documents: tuple[int, ...]) -> Run:
     parallelism, training = config.parallelism, config.training
     _refuse_unmodelled(config)
+    shape = SHAPES[config.model.flavor]
     return Run(
-        SHAPES[config.model.flavor],
+        shape,
         training.seq_len,
         local_batch=training.local_batch_size,
         documents=documents,
@@ -78,22 +82,8 @@ def _as_written(config: StripedJobConfig, gpu: Gpu, documents: tuple[int, ...]) 
         reshard_after_forward=parallelism.fsdp_reshard_after_forward,
         pp_schedule=parallelism.pipeline_parallel_schedule,
         pp_microbatch=parallelism.pipeline_parallel_microbatch_size,
-        virtual_stages=virtual_stages(config),
+        virtual_stages=stages_a_rank(config, shape.n_layers),
     )
-
-
-def with_global_batch(run: Run, global_batch_size: int) -> Run:
-    """Set gradient accumulation so that a step has `global_batch_size` sequences; -1: none."""
-    if global_batch_size == -1:
-        return replace(run, gradient_accumulation=1)
-    per_pass = run.local_batch * run.dp_replicate * run.dp_shard
-    if global_batch_size % per_pass:
-        raise ValueError(
-            f"training.global_batch_size = {global_batch_size} is not a multiple of {per_pass} "
-            f"(local_batch_size {run.local_batch} x {run.dp_replicate * run.dp_shard} data-parallel"
-            " ranks)"
-        )
-    return replace(run, gradient_accumulation=global_batch_size // per_pass)
 
 
 def settings_of(run: Run) -> dict[str, dict[str, Any]]:
@@ -139,30 +129,6 @@ def _refuse_unmodelled(config: StripedJobConfig) -> None:
         )
     if config.training.enable_cpu_offload:
         raise ValueError("training.enable_cpu_offload = true: the planner does not model it")
-
-
-def virtual_stages(config: StripedJobConfig) -> int:
-    """Pipeline stages per rank, for the schedules that the planner knows."""
-    parallelism = config.parallelism
-    pp = parallelism.pipeline_parallel_degree
-    per_stage = parallelism.pipeline_parallel_layers_per_stage
-    if pp == 1:
-        return 1
-    if per_stage is None:
-        return _SCHEDULES[parallelism.pipeline_parallel_schedule]
-    # torchtitan counts embedding and output projection as less_layers layers each.
-    layers = (
-        SHAPES[config.model.flavor].n_layers
-        + parallelism.pipeline_parallel_first_stage_less_layers
-        + parallelism.pipeline_parallel_last_stage_less_layers
-    )
-    stages = -(-layers // per_stage)
-    if stages % pp:
-        raise ValueError(
-            f"parallelism.pipeline_parallel_layers_per_stage = {per_stage} makes {stages} stages, "
-            f"not a multiple of pipeline_parallel_degree = {pp}"
-        )
-    return stages // pp
 
 
 def _levers(config: StripedJobConfig) -> Levers:

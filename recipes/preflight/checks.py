@@ -9,7 +9,13 @@ import os
 from recipes.config.schema import StripedJobConfig, compiles_model
 from recipes.config.types import CannotRun, InvalidSetting, toml
 from recipes.config.values import check_values
-from recipes.parallel.ring import seq_len_divisor
+from recipes.parallel.degrees import (
+    check_heads,
+    check_length,
+    gradient_accumulation,
+    resolved_shard,
+)
+from recipes.parallel.ring import layout_of
 from recipes.preflight.combinations import check_combinations, check_combinations_at_launch
 from recipes.preflight.host import check_host
 from recipes.preflight.levers import check_host_memory, check_memory
@@ -63,21 +69,9 @@ def _check_sequence(config: StripedJobConfig) -> None:
 
 
 def _check_divides(config: StripedJobConfig, key: str, seq_len: int) -> None:
-    divisor = seq_len_divisor(config)
-    if seq_len % divisor == 0:
-        return
-    below = seq_len // divisor * divisor
-    nearest = " and ".join(str(s) for s in (below, below + divisor) if s > 0)
-    degrees = [
-        f"parallelism.context_parallel_degree = {config.parallelism.context_parallel_degree}"
-    ]
-    if config.striped_cp.block_size > 1:
-        degrees.append(f"striped_cp.block_size = {config.striped_cp.block_size}")
-    if config.parallelism.tensor_parallel_degree > 1:
-        tp = config.parallelism.tensor_parallel_degree
-        degrees.append(f"parallelism.tensor_parallel_degree = {tp}")
-    allowed = f"multiples of {divisor} (nearest {nearest})"
-    raise InvalidSetting(key, seq_len, f"not divisible by {' times '.join(degrees)}", allowed)
+    parallelism = config.parallelism
+    cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
+    check_length(key, seq_len, layout_of(config), cp, tp)
 
 
 def _check_tools(config: StripedJobConfig) -> None:
@@ -98,14 +92,15 @@ def _check_tools(config: StripedJobConfig) -> None:
 
 def check_launch(config: StripedJobConfig, world_size: int) -> None:
     """Check what depends on the number of ranks, on the model, and on files of this host."""
-    data_parallel = _check_degrees(config, world_size)
-    _check_batch(config, data_parallel)
+    shard = resolved_shard(config, world_size)
+    data_parallel = config.parallelism.data_parallel_replicate_degree * shard
+    training = config.training
+    gradient_accumulation(training.global_batch_size, training.local_batch_size, data_parallel)
     try:
         _check_files(config)
         _check_weights(config)  # may take the RoPE settings from the weights
         _check_model(config)
-        replicate = config.parallelism.data_parallel_replicate_degree
-        check_combinations_at_launch(config, data_parallel // replicate)
+        check_combinations_at_launch(config, shard)
         _check_checkpoint(config)
         _check_data(config, data_parallel)
         _check_evaluation(config)
@@ -120,42 +115,6 @@ def check_launch(config: StripedJobConfig, world_size: int) -> None:
         raise InvalidSetting("checkpoint.create_seed_checkpoint", True, why, "false")
 
 
-def _check_degrees(config: StripedJobConfig, world_size: int) -> int:
-    """Check that the degrees multiply to the number of ranks; returns the data-parallel degree."""
-    parallelism = config.parallelism
-    replicate = parallelism.data_parallel_replicate_degree
-    shard = parallelism.data_parallel_shard_degree
-    cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
-    pp = parallelism.pipeline_parallel_degree
-    others = replicate * cp * tp * pp
-    product = (
-        f"data_parallel_replicate {replicate} * context_parallel {cp} * tensor_parallel {tp} * "
-        f"pipeline_parallel {pp}"
-    )
-    if shard == -1:
-        if world_size % others:
-            degrees = {
-                "context_parallel_degree": cp,
-                "tensor_parallel_degree": tp,
-                "pipeline_parallel_degree": pp,
-                "data_parallel_replicate_degree": replicate,
-            }
-            name = max(degrees, key=degrees.__getitem__)
-            why = f"{product} = {others} does not divide WORLD_SIZE = {world_size}"
-            allowed = f"degrees whose product divides {world_size}"
-            raise InvalidSetting(f"parallelism.{name}", degrees[name], why, allowed)
-        shard = world_size // others
-    elif shard * others != world_size:
-        why = f"times {product} is {shard * others}, WORLD_SIZE is {world_size}"
-        allowed = "-1 for the ranks left over, or degrees whose product is WORLD_SIZE"
-        raise InvalidSetting("parallelism.data_parallel_shard_degree", shard, why, allowed)
-    if replicate > 1 and shard * cp == 1 and tp * pp > 1:
-        why = "replication without sharding does not combine with tensor or pipeline parallelism"
-        key = "parallelism.data_parallel_replicate_degree"
-        raise InvalidSetting(key, replicate, why, "1, or data_parallel_shard_degree above 1")
-    return replicate * shard
-
-
 def _check_model(config: StripedJobConfig) -> None:
     # Imported late: torchtitan's models take long to import, and the planner needs none of them.
     from recipes.models.llama3.args import FLAVORS
@@ -163,22 +122,7 @@ def _check_model(config: StripedJobConfig) -> None:
 
     flavor = FLAVORS[config.model.flavor]
     check_sequence_length(config.rope, flavor.head_dim, config.training.seq_len)
-    heads = flavor.n_kv_heads or flavor.n_heads
-    tp = config.parallelism.tensor_parallel_degree
-    if heads % tp:
-        why = f"does not divide the {heads} key heads of flavor {config.model.flavor}"
-        allowed = f"divisors of {heads}"
-        raise InvalidSetting("parallelism.tensor_parallel_degree", tp, why, allowed)
-
-
-def _check_batch(config: StripedJobConfig, data_parallel: int) -> None:
-    total = config.training.global_batch_size
-    step = config.training.local_batch_size * data_parallel
-    if total != -1 and total % step:
-        why = f"not a multiple of local_batch_size * data-parallel degree = {step}"
-        raise InvalidSetting(
-            "training.global_batch_size", total, why, f"multiples of {step}, or -1"
-        )
+    check_heads(flavor.n_kv_heads, config.parallelism.tensor_parallel_degree)
 
 
 def _check_files(config: StripedJobConfig) -> None:

@@ -5,22 +5,32 @@ What cannot work together is refused with a line that names both settings. Every
 table.
 """
 
-import math
-
 from recipes.config.schema import StripedJobConfig, compiles_model
 from recipes.config.types import InvalidSetting, toml
 from recipes.config.values import get
+from recipes.parallel.degrees import (
+    SCHEDULE,
+    check_microbatches,
+    check_stage_count,
+    check_stages,
+    less_layers,
+    stages_a_rank,
+)
 
-_ONE_STAGE_A_RANK = ("GPipe", "1F1B")
 _ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
-_SCHEDULE = "parallelism.pipeline_parallel_schedule"
 _FLOAT8 = "quantize.linear.float8"
 
 
 def check_combinations(config: StripedJobConfig) -> None:
     """Check what the configuration says by itself."""
     if config.parallelism.pipeline_parallel_degree > 1:
-        _check_microbatches(config)
+        parallelism = config.parallelism
+        check_microbatches(
+            parallelism.pipeline_parallel_schedule,
+            config.training.local_batch_size,
+            parallelism.pipeline_parallel_microbatch_size,
+            parallelism.pipeline_parallel_degree,
+        )
         _check_validation_of_pipeline(config)
         _check_zero_bubble(config)
     _check_float8(config)
@@ -40,27 +50,6 @@ def check_combinations_at_launch(config: StripedJobConfig, shard: int) -> None:
     _check_device(config)
 
 
-def _check_microbatches(config: StripedJobConfig) -> None:
-    parallelism = config.parallelism
-    pp, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
-    key = "parallelism.pipeline_parallel_microbatch_size"
-    size, batch = get(config, key), config.training.local_batch_size
-    if batch % size:
-        allowed = f"divisors of training.local_batch_size = {batch}"
-        raise InvalidSetting(key, size, "does not divide the batch", allowed)
-    count = batch // size
-    microbatches = f"training.local_batch_size = {batch} makes {count} microbatches of {size}"
-    if schedule == "1F1B" and count < pp:
-        allowed = '"GPipe", or as many microbatches as pipeline_parallel_degree'
-        why = f"needs {pp} microbatches at least, {microbatches}"
-        raise InvalidSetting(_SCHEDULE, schedule, why, allowed)
-    rounds = max(1, count // pp)
-    if schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and count % rounds:
-        allowed = f"multiples of pipeline_parallel_degree = {pp}"
-        why = f"does not divide into rounds, {microbatches}"
-        raise InvalidSetting(_SCHEDULE, schedule, why, f"a number of microbatches: {allowed}")
-
-
 def _check_validation_of_pipeline(config: StripedJobConfig) -> None:
     validation = config.validation
     if not validation.enable:
@@ -76,7 +65,7 @@ def _check_validation_of_pipeline(config: StripedJobConfig) -> None:
         # torch 2.13: "can't steal_bwd_input if this stage doesn't have backward".
         why = "cannot run forward alone, validation.enable is true"
         allowed = "another schedule, or validation.enable = false"
-        raise InvalidSetting(_SCHEDULE, schedule, why, allowed)
+        raise InvalidSetting(SCHEDULE, schedule, why, allowed)
 
 
 def _check_zero_bubble(config: StripedJobConfig) -> None:
@@ -92,55 +81,26 @@ def _check_zero_bubble(config: StripedJobConfig) -> None:
         if value != off:
             why = f"what {key} = {toml(value)} drops would be computed twice"
             allowed = f"{key} = {toml(off)}, or another schedule"
-            raise InvalidSetting(_SCHEDULE, schedule, why, allowed)
+            raise InvalidSetting(SCHEDULE, schedule, why, allowed)
     if compiles_model(config):
         why = 'compile.components = ["model"] makes one backward pass of the two'
-        raise InvalidSetting(_SCHEDULE, schedule, why, "compile.enable = false, or another")
+        raise InvalidSetting(SCHEDULE, schedule, why, "compile.enable = false, or another")
 
 
 def _check_stages(config: StripedJobConfig) -> None:
     """Check that every stage gets a part of the model, as torchtitan 0.2.2 deals it out."""
     # Imported late: torchtitan's models take long to import, and the planner needs none of them.
-    from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
-
     from recipes.models.llama3.args import FLAVORS
 
-    parallelism = config.parallelism
-    pp, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
-    first = parallelism.pipeline_parallel_first_stage_less_layers
-    last = parallelism.pipeline_parallel_last_stage_less_layers
     layers = FLAVORS[config.model.flavor].n_layers
-    per_stage = parallelism.pipeline_parallel_layers_per_stage
+    parallelism = config.parallelism
     parts = parallelism.module_fqns_per_model_part
-    stages = pp * (1 if schedule in _ONE_STAGE_A_RANK else 2)
-    if per_stage is not None:
-        key = "parallelism.pipeline_parallel_layers_per_stage"
-        stages = math.ceil((layers + first + last) / per_stage)
-        _check_stage_count(config, key, stages)
     if parts is not None:
         _check_parts(config, parts, layers)
         return
-    try:
-        generate_llm_fqn_per_model_part(stages, layers, first, last)
-    except ValueError:
-        why = (
-            f"schedule {schedule} makes {stages} stages, too many for the {layers} layers of "
-            f"flavor {config.model.flavor}"
-        )
-        allowed = "fewer ranks, or a schedule of one stage a rank (1F1B, GPipe)"
-        key = "parallelism.pipeline_parallel_degree"
-        raise InvalidSetting(key, pp, why, allowed) from None
-
-
-def _check_stage_count(config: StripedJobConfig, key: str, stages: int) -> None:
-    parallelism = config.parallelism
-    pp, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
-    wanted = "1 stage" if schedule in _ONE_STAGE_A_RANK else "2 stages or more"
-    by_rank, rest = divmod(stages, pp)
-    fits = by_rank == 1 if schedule in _ONE_STAGE_A_RANK else by_rank >= 2
-    if rest or not fits or (schedule == "ZBVZeroBubble" and by_rank != 2):
-        why = f"makes {stages} stages for {pp} ranks, schedule {schedule} takes {wanted} each"
-        raise InvalidSetting(key, get(config, key), why, "unset for torchtitan's choice")
+    pp = parallelism.pipeline_parallel_degree
+    stages = pp * stages_a_rank(config, layers)
+    check_stages(parallelism.pipeline_parallel_schedule, pp, stages, layers, less_layers(config))
 
 
 def _check_parts(config: StripedJobConfig, parts: list[list[str]], layers: int) -> None:
@@ -153,7 +113,7 @@ def _check_parts(config: StripedJobConfig, parts: list[list[str]], layers: int) 
         why = f"wrong or missing: {', '.join(odd)}" if odd else "twice, or not in order"
         allowed = f"tok_embeddings, layers.0 to layers.{layers - 1}, norm, output, in this order"
         raise InvalidSetting(key, parts, why, allowed)
-    _check_stage_count(config, key, len(parts))
+    check_stage_count(config, key, len(parts))
 
 
 def _check_without_fsdp(config: StripedJobConfig) -> None:

@@ -8,9 +8,9 @@ import os
 from recipes.config.schema import StripedJobConfig, compiles_model
 from recipes.config.types import InvalidSetting
 from recipes.models.shapes import SHAPES
+from recipes.parallel.degrees import stages_a_rank
 from recipes.planner.footprint import GIB, in_flight_microbatches, pinned_bytes
 from recipes.planner.run import Levers, Run
-from recipes.planner.settings import virtual_stages
 
 
 def check_memory(config: StripedJobConfig) -> None:
@@ -82,8 +82,9 @@ def check_host_memory(config: StripedJobConfig) -> None:
 def offloaded_bytes_per_rank(config: StripedJobConfig) -> float:
     """Host memory that the checkpoints of the fullest rank take."""
     parallelism, training = config.parallelism, config.training
+    shape = SHAPES[config.model.flavor]
     run = Run(
-        SHAPES[config.model.flavor],
+        shape,
         training.seq_len,
         local_batch=training.local_batch_size,
         cp=parallelism.context_parallel_degree,
@@ -91,7 +92,7 @@ def offloaded_bytes_per_rank(config: StripedJobConfig) -> float:
         pp=parallelism.pipeline_parallel_degree,
         pp_schedule=parallelism.pipeline_parallel_schedule,
         pp_microbatch=parallelism.pipeline_parallel_microbatch_size,
-        virtual_stages=virtual_stages(config),
+        virtual_stages=stages_a_rank(config, shape.n_layers),
         levers=Levers(
             recompute_attention=config.memory.recompute_attention, offload_checkpoints=True
         ),

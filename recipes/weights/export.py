@@ -1,5 +1,6 @@
 """Folders that `transformers` loads: what stands beside the weights, and weights of checkpoints."""
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Iterable
@@ -36,7 +37,7 @@ _TOKENIZER_FILES = (
 
 def model_args(config: StripedJobConfig) -> TransformerModelArgs:
     """The flavor, with what the job says."""
-    args = FLAVORS[config.model.flavor]
+    args = dataclasses.replace(FLAVORS[config.model.flavor])
     args.update_from_config(config)
     return args
 

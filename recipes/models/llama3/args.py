@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from torchtitan.models.llama3.model import args as titan
 
 from recipes.config.schema import Memory, Rope, StripedJobConfig
+from recipes.models.shapes import SHAPES, ModelShape
 from recipes.titan import JobConfig
 
 
@@ -41,25 +42,16 @@ class TransformerModelArgs(titan.TransformerModelArgs):
         return self.dim // self.n_heads
 
 
-# Meta's published shapes: Llama 3 (arXiv 2407.21783, table 3), Llama 3.2 for 1B and 3B. The debug
-# model's vocabulary is that of assets/tokenizer.
-FLAVORS = {
-    "debugmodel": TransformerModelArgs(
-        dim=128, n_layers=4, n_heads=8, n_kv_heads=4, vocab_size=2048, multiple_of=64
-    ),
-    "1B": TransformerModelArgs(
-        dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, ffn_dim_multiplier=1.5, multiple_of=256
-    ),
-    "3B": TransformerModelArgs(
-        dim=3072, n_layers=28, n_heads=24, n_kv_heads=8, ffn_dim_multiplier=1.0, multiple_of=256
-    ),
-    "8B": TransformerModelArgs(
-        dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, ffn_dim_multiplier=1.3, multiple_of=1024
-    ),
-    "70B": TransformerModelArgs(
-        dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, ffn_dim_multiplier=1.3, multiple_of=4096
-    ),
-    "405B": TransformerModelArgs(
-        dim=16384, n_layers=126, n_heads=128, n_kv_heads=8, ffn_dim_multiplier=1.2, multiple_of=4096
-    ),
-}
+def _args(shape: ModelShape) -> TransformerModelArgs:
+    # torchtitan rounds 8/3 dim up to a multiple of `multiple_of`: one times, for every shape here.
+    return TransformerModelArgs(
+        dim=shape.dim,
+        n_layers=shape.n_layers,
+        n_heads=shape.n_heads,
+        n_kv_heads=shape.n_kv_heads,
+        vocab_size=shape.vocab_size,
+        multiple_of=shape.ffn_dim,
+    )
+
+
+FLAVORS = {name: _args(shape) for name, shape in SHAPES.items()}

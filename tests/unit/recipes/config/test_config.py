@@ -240,12 +240,12 @@ CPU = (ROOT / "train_configs/debug_cpu.toml").read_text()
 @pytest.mark.parametrize(
     ("world_size", "args", "parts"),
     [
-        (3, [], ["parallelism.context_parallel_degree = 2", "WORLD_SIZE = 3"]),
-        (1, [], ["parallelism.context_parallel_degree = 2", "WORLD_SIZE = 1"]),
+        (3, [], ["parallelism.context_parallel_degree = 2", "does not divide 3 ranks"]),
+        (1, [], ["parallelism.context_parallel_degree = 2", "does not divide 1 ranks"]),
         (
             4,
             ["--parallelism.data_parallel_shard_degree", "4"],
-            ["parallelism.data_parallel_shard_degree = 4", "WORLD_SIZE is 4"],
+            ["parallelism.data_parallel_shard_degree = 4", "the ranks are 4"],
         ),
         (
             4,

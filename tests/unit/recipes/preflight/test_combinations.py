@@ -55,7 +55,7 @@ REFUSED = [
         "--parallelism.pipeline_parallel_degree 4 --training.local_batch_size 4 "
         f"{SCHEDULE} Interleaved1F1B",
         4,
-        ["pipeline_parallel_degree = 4", "Interleaved1F1B", "debugmodel"],
+        ["pipeline_parallel_degree = 4", "Interleaved1F1B", "the 4 layers"],
     ),
     (f"{TP2} {BFLOAT16}", 2, ["training.mixed_precision_param", "tensor_parallel_degree = 2"]),
     (f"{PP2} {BFLOAT16}", 2, ["training.mixed_precision_param", "pipeline_parallel_degree = 2"]),

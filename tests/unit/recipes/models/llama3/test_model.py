@@ -11,6 +11,7 @@ from torchtitan.models.llama3.model.args import TransformerModelArgs as TitanArg
 from recipes.config.schema import Rope
 from recipes.models.llama3.args import FLAVORS
 from recipes.models.llama3.model import InnerAttention, Transformer
+from recipes.models.shapes import SHAPES
 from recipes.preflight import load_config
 from striped_cp import Documents
 
@@ -29,7 +30,8 @@ from striped_cp import Documents
 def test_parameter_counts(flavor: str, parameters: int) -> None:
     with torch.device("meta"):
         model = Transformer(FLAVORS[flavor])
-    assert sum(p.numel() for p in model.parameters()) == parameters
+    assert sum(p.numel() for p in model.parameters()) == parameters == SHAPES[flavor].parameters
+    assert model.model_args.head_dim == SHAPES[flavor].head_dim
 
 
 def make_models(scaling: str) -> tuple[Transformer, titan.Transformer]:
