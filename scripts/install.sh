@@ -8,7 +8,8 @@ usage() {
 Usage: scripts/install.sh [EXTRA]
 
 Makes .venv and installs this project into it, with the optional dependencies of
-EXTRA ("dev": tests and checks). PYTHON names the interpreter (3.10 or later).
+EXTRA: "train" (default), or "dev" for tests and checks as well. PYTHON names the
+interpreter (3.10 or later).
 HELP
 }
 
@@ -18,7 +19,7 @@ case ${1:-} in
         exit 0
         ;;
 esac
-extra=${1:-}
+extra=${1:-train}
 python=${PYTHON:-python3}
 if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
     echo "Python 3.10 or later is needed, $python is $("$python" --version 2>&1 || true)." >&2
@@ -27,7 +28,7 @@ if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
 fi
 
 # One stamp per set of dependencies, with the hash of what they were installed from.
-stamp=.venv/.installed${extra:+-$extra}
+stamp=.venv/.installed-$extra
 wanted=$("$python" -c 'import hashlib; print(hashlib.sha256(open("pyproject.toml", "rb").read()).hexdigest())')
 if [[ -x .venv/bin/python && -f $stamp && $(<"$stamp") == "$wanted" ]]; then
     exit 0
@@ -37,5 +38,5 @@ if [[ ! -x .venv/bin/python ]]; then
     "$python" -m venv .venv
 fi
 echo "Installing into .venv (a few minutes the first time)" >&2
-.venv/bin/python -m pip install -qq --disable-pip-version-check --editable ".${extra:+[$extra]}"
+.venv/bin/python -m pip install -qq --disable-pip-version-check --editable ".[$extra]"
 echo "$wanted" >"$stamp"

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from recipes.data.records import SUFFIXES, BadDocument
 
 if TYPE_CHECKING:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from recipes.data.files import find_files
 from recipes.data.records import read_records
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -84,3 +85,29 @@ def test_what_was_loaded_alone_is_what_its_package_finds() -> None:
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
     )
     assert run.stdout == "False True True True True cpu\n", run.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("train.py", "--help"),
+        ("scripts/plan.py", RECIPE, "--gpus", "8", "--gpu", "h100"),
+        ("scripts/prepare_documents.py", "--help"),
+        ("scripts/train_tokenizer.py", "--help"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_the_recipes_of_another_project_are_not_taken_for_ours(
+    command: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "__init__.py").write_text("raise ModuleNotFoundError('not a package')")
+    run = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert run.returncode == 0, run.stderr
