@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "settings.md"
@@ -36,7 +36,7 @@ def _sections(schema: type, prefix: str) -> Iterator[tuple[str, str]]:
     """(name of a TOML table, its rows), nested ones after the one that has them."""
     from recipes.config.values import allowed_values
 
-    meanings = _meanings(schema)
+    meanings, kinds = _meanings(schema), get_type_hints(schema)
     rows, nested = [], []
     for field in fields(schema):
         if is_dataclass(field.type):
@@ -44,7 +44,7 @@ def _sections(schema: type, prefix: str) -> Iterator[tuple[str, str]]:
             continue
         cells = (
             f"`{field.name}`",
-            _kind(field.type),
+            _kind(kinds[field.name]),
             f"`{_default(field)}`",
             allowed_values(prefix + field.name),
             meanings.get(field.name, ""),

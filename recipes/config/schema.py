@@ -5,8 +5,15 @@ a file into it.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
+from recipes.config.ranges import (
+    AT_LEAST_ONE,
+    AT_LEAST_ZERO,
+    MINUS_ONE_OR_MORE,
+    NOT_EMPTY,
+    POSITIVE,
+)
 from recipes.titan import job_config as titan
 
 
@@ -18,7 +25,7 @@ class Model(titan.Model):
     flavor: Literal["debugmodel", "1B", "3B", "8B", "70B", "405B"] = "debugmodel"
     """Size of the model"""
 
-    hf_assets_path: str = "assets/tokenizer"
+    hf_assets_path: Annotated[str, NOT_EMPTY] = "assets/tokenizer"
     """Folder with the tokenizer, and with Hugging Face weights where those are loaded"""
 
 
@@ -35,7 +42,7 @@ class DataSource:
     .parquet, one or a list; or a prepared folder (dataset "local"); where torchtitan's own datasets
     are found"""
 
-    text_column: str = "text"
+    text_column: Annotated[str, NOT_EMPTY] = "text"
     """JSON key or column that holds the text of a document"""
 
     dataset_subset: str | None = None
@@ -64,10 +71,10 @@ class Parallelism(titan.Parallelism):
 
 @dataclass
 class Validation(DataSource, titan.Validation):
-    local_batch_size: int = -1
+    local_batch_size: Annotated[int, MINUS_ONE_OR_MORE] = -1
     """Batch size for validation. -1: training.local_batch_size"""
 
-    seq_len: int = -1
+    seq_len: Annotated[int, MINUS_ONE_OR_MORE] = -1
     """Sequence length for validation. -1: training.seq_len"""
 
     def __post_init__(self) -> None:
@@ -76,7 +83,7 @@ class Validation(DataSource, titan.Validation):
 
 @dataclass
 class StripedCP:
-    block_size: int = 1
+    block_size: Annotated[int, AT_LEAST_ONE] = 1
     """Tokens per stripe; 1 is balanced for any packing of documents"""
 
     rotate_method: Literal["ring", "allgather"] = "ring"
@@ -97,28 +104,28 @@ class Documents:
     reset_positions: bool = True
     """Whether RoPE positions begin at 0 in every document (with mask = false, in every sequence)"""
 
-    shuffle_seed: int | None = None
+    shuffle_seed: Annotated[int | None, AT_LEAST_ZERO] = None
     """Prepared documents get a new order every epoch from this seed. Unset: they keep theirs"""
 
 
 @dataclass
 class Rope:
-    theta: float = 500000.0
+    theta: Annotated[float, POSITIVE] = 500000.0
     """Base of the rotary frequencies"""
 
     scaling: Literal["none", "llama3", "yarn"] = "llama3"
     """Frequency scaling: "none" for LLaMA-3 weights, "llama3" for 3.1 and later"""
 
-    scaling_factor: float = 8.0
+    scaling_factor: Annotated[float, AT_LEAST_ONE] = 8.0
     """How many times the original length the scaled frequencies cover"""
 
-    low_freq_factor: float = 1.0
+    low_freq_factor: Annotated[float, POSITIVE] = 1.0
     """Wavelengths above original_max_position_embeddings / low_freq_factor are scaled in full"""
 
-    high_freq_factor: float = 4.0
+    high_freq_factor: Annotated[float, POSITIVE] = 4.0
     """Wavelengths below original_max_position_embeddings / high_freq_factor are left alone"""
 
-    original_max_position_embeddings: int = 8192
+    original_max_position_embeddings: Annotated[int, AT_LEAST_ONE] = 8192
     """Sequence length of the pre-training that the frequencies were made for, in tokens"""
 
     attention_temperature: bool = True
@@ -134,10 +141,10 @@ class Rope:
 
 @dataclass
 class Memory:
-    loss_chunk_tokens: int = 2048
+    loss_chunk_tokens: Annotated[int, AT_LEAST_ZERO] = 2048
     """Tokens whose logits exist at a time. 0: those of the whole local sequence"""
 
-    mlp_chunk_tokens: int = 0
+    mlp_chunk_tokens: Annotated[int, AT_LEAST_ZERO] = 0
     """Tokens that pass through the MLP at a time. 0: the whole local sequence"""
 
     recompute_attention: bool = False
@@ -160,7 +167,7 @@ class Evaluation(DataSource):
     enable: bool = False
     """Whether training measures the model as scripts/evaluate.py does"""
 
-    freq: int = 500
+    freq: Annotated[int, AT_LEAST_ONE] = 500
     """Steps of training from one evaluation to the next; the last step has one too"""
 
     tasks: list[str] = field(
@@ -174,16 +181,16 @@ class Evaluation(DataSource):
     depths: list[float] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
     """Where needles hide: 0 the beginning of the text, 1 its end"""
 
-    samples: int = 2
+    samples: Annotated[int, AT_LEAST_ONE] = 2
     """Samples for every length and depth"""
 
-    texts: int = 4
+    texts: Annotated[int, AT_LEAST_ZERO] = 4
     """Texts of the greatest length for loss by position, gain and LongPPL"""
 
-    short_context: int = 8192
+    short_context: Annotated[int, AT_LEAST_ONE] = 8192
     """Tokens of context that the gain of a long one is measured against"""
 
-    seed: int = 0
+    seed: Annotated[int, AT_LEAST_ZERO] = 0
     """Decides keys, values and places of the needles"""
 
 

@@ -10,7 +10,7 @@ import json
 import types
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
 class InvalidSetting(ValueError):
@@ -44,7 +44,7 @@ def check_table(table: dict[str, Any], schema: type, prefix: str = "") -> dict[s
     Returns:
         The table, with integers made floats where the schema wants floats.
     """
-    known = {f.name: f.type for f in fields(schema)}
+    known = get_type_hints(schema)
     checked: dict[str, Any] = {}
     for name, value in table.items():
         key = prefix + name
@@ -80,11 +80,11 @@ def check_options(args: Sequence[str], schema: type) -> None:
         *sections, key = name.replace("-", "_").split(".")
         place: Any = schema
         for depth, section in enumerate(sections):
-            kinds = {f.name: f.type for f in fields(place)}
+            kinds = get_type_hints(place)
             if not is_dataclass(kinds.get(section)):
                 raise _unknown_key(".".join(sections[: depth + 1]), value, place)
             place = kinds[section]
-        kinds = {f.name: f.type for f in fields(place)}
+        kinds = get_type_hints(place)
         switch = key if key in kinds else key.removeprefix("no_")
         if switch not in kinds or (switch != key and kinds[switch] is not bool):
             raise _unknown_key(".".join((*sections, key)), value, place)

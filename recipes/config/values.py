@@ -4,94 +4,15 @@ Raises `InvalidSetting` like `recipes.preflight.checks`, which calls this.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import PurePath
 from typing import Any
 
+from recipes.config.ranges import TITAN, Range
 from recipes.config.schema import StripedJobConfig
 from recipes.config.types import InvalidSetting, choices, toml
 
-_AT_LEAST_ONE = (
-    "training.seq_len",
-    "training.local_batch_size",
-    "training.steps",
-    "training.gc_freq",
-    "lr_scheduler.total_steps",
-    "metrics.log_freq",
-    "profiling.profile_freq",
-    "profiling.profiler_active",
-    "checkpoint.interval",
-    "validation.freq",
-    "parallelism.data_parallel_replicate_degree",
-    "parallelism.context_parallel_degree",
-    "parallelism.tensor_parallel_degree",
-    "parallelism.pipeline_parallel_degree",
-    "parallelism.pipeline_parallel_microbatch_size",
-    "parallelism.pipeline_parallel_layers_per_stage",
-    "striped_cp.block_size",
-    "rope.scaling_factor",
-    "rope.original_max_position_embeddings",
-    "training.dataloader.prefetch_factor",
-    "validation.dataloader.prefetch_factor",
-)
-_AT_LEAST_ZERO = (
-    "optimizer.lr",
-    "optimizer.weight_decay",
-    "lr_scheduler.warmup_steps",
-    "profiling.profiler_warmup",
-    "checkpoint.keep_latest_k",
-    "comm.trace_buf_size",
-    "parallelism.pipeline_parallel_first_stage_less_layers",
-    "parallelism.pipeline_parallel_last_stage_less_layers",
-    "training.dataloader.num_workers",
-    "validation.dataloader.num_workers",
-    "documents.shuffle_seed",
-    "debug.seed",
-    "memory.loss_chunk_tokens",
-    "memory.mlp_chunk_tokens",
-)
-_POSITIVE = (
-    "training.max_norm",
-    "optimizer.eps",
-    "rope.theta",
-    "rope.low_freq_factor",
-    "rope.high_freq_factor",
-)
-_BELOW_ONE = ("optimizer.beta1", "optimizer.beta2")
-_SHARE = (
-    "lr_scheduler.decay_ratio",
-    "lr_scheduler.min_lr_factor",
-    "activation_checkpoint.memory_budget",
-)
-_MINUS_ONE_OR_AT_LEAST_ONE = (
-    "training.global_batch_size",
-    "parallelism.data_parallel_shard_degree",
-    "validation.steps",
-    "validation.seq_len",
-    "validation.local_batch_size",
-)
-_MINUS_ONE_OR_AT_LEAST_ZERO = ("checkpoint.load_step",)
-# What is made for each of them costs memory, or is a number of C.
-_AT_MOST = {
-    "training.local_batch_size": 2**20,
-    "validation.local_batch_size": 2**20,
-    "training.dataloader.num_workers": 1024,
-    "validation.dataloader.num_workers": 1024,
-    "training.dataloader.prefetch_factor": 2**20,
-    "validation.dataloader.prefetch_factor": 2**20,
-    "comm.trace_buf_size": 2**31 - 1,
-    "profiling.profile_freq": 2**31 - 1,
-    "profiling.profiler_active": 2**31 - 1,
-    "profiling.profiler_warmup": 2**31 - 1,
-}
-_SECONDS = ("comm.init_timeout_seconds", "comm.train_timeout_seconds")
-_NOT_EMPTY = (
-    "job.dump_folder",
-    "model.hf_assets_path",
-    "training.text_column",
-    "validation.text_column",
-    "checkpoint.initial_load_path",
-)
 _FOLDERS_IN_DUMP_FOLDER = (
     "checkpoint.folder",
     "metrics.save_tb_folder",
@@ -140,16 +61,17 @@ _ONLY: dict[str, tuple[object, str]] = {
 }
 
 
-_RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
-    (_AT_LEAST_ONE, lambda v: v >= 1, "at least 1"),
-    (_AT_LEAST_ZERO, lambda v: v >= 0, "at least 0"),
-    (_POSITIVE, lambda v: v > 0, "above 0"),
-    (_BELOW_ONE, lambda v: 0 <= v < 1, "at least 0 and below 1"),
-    (_SHARE, lambda v: 0 <= v <= 1, "0 to 1"),
-    (_MINUS_ONE_OR_AT_LEAST_ONE, lambda v: v == -1 or v >= 1, "-1 or at least 1"),
-    (_MINUS_ONE_OR_AT_LEAST_ZERO, lambda v: v >= -1, "-1 or at least 0"),
-    (_SECONDS, lambda v: 1 <= v <= 10**9, "1 to 1000000000"),
-)
+def _own(schema: type, prefix: str = "") -> Iterator[tuple[str, Range]]:
+    """(key, range) of the fields that have theirs beside them."""
+    for field in fields(schema):
+        if isinstance(field.type, type) and is_dataclass(field.type):
+            yield from _own(field.type, f"{prefix}{field.name}.")
+        for mark in getattr(field.type, "__metadata__", ()):
+            yield prefix + field.name, mark
+
+
+_RANGES = [(key, mark) for mark, keys in TITAN.items() for key in keys]
+_RANGES += _own(StripedJobConfig)
 
 
 def allowed_values(key: str) -> str:
@@ -159,10 +81,8 @@ def allowed_values(key: str) -> str:
         return f"{'unset' if only in ('', None) else toml(only)} alone: {why}"
     if key in _ONE_OF:
         return choices(_ONE_OF[key])
-    texts = [text for keys, _, text in _RULES if key in keys]
-    texts += [f"at most {_AT_MOST[key]}"] if key in _AT_MOST else []
+    texts = [mark.text for ranged, mark in _RANGES if ranged == key]
     texts += ["a folder in job.dump_folder"] if key in _FOLDERS_IN_DUMP_FOLDER else []
-    texts += ["not empty"] if key in _NOT_EMPTY else []
     return ", ".join(texts)
 
 
@@ -180,18 +100,11 @@ def check_values(config: StripedJobConfig) -> None:
 
 
 def _check_ranges(config: StripedJobConfig) -> None:
-    for keys, fits, allowed in _RULES:
-        for key in keys:
-            value = get(config, key)
-            if value is not None and not (math.isfinite(value) and fits(value)):
-                raise InvalidSetting(key, value, "out of range", allowed)
-    for key, most in _AT_MOST.items():
+    for key, mark in _RANGES:
         value = get(config, key)
-        if value is not None and value > most:
-            raise InvalidSetting(key, value, "out of range", f"at most {most}")
-    for key in _NOT_EMPTY:
-        if get(config, key) == "":
-            raise InvalidSetting(key, "", "empty", "a name")
+        finite = not isinstance(value, float) or math.isfinite(value)
+        if value is not None and not (finite and mark.fits(value)):
+            raise InvalidSetting(key, value, "out of range", mark.text)
     for key in _FOLDERS_IN_DUMP_FOLDER:
         folder = PurePath(get(config, key))
         if not folder.name or folder.is_absolute() or ".." in folder.parts or "\0" in str(folder):

@@ -62,16 +62,6 @@ def check_has_weights(config: StripedJobConfig) -> None:
 
 def _check_values(config: StripedJobConfig) -> None:
     settings = config.evaluation
-    for name in ("freq", "samples", "short_context"):
-        if getattr(settings, name) < 1:
-            raise InvalidSetting(
-                f"evaluation.{name}", getattr(settings, name), "out of range", "at least 1"
-            )
-    for name in ("texts", "seed"):
-        if getattr(settings, name) < 0:
-            raise InvalidSetting(
-                f"evaluation.{name}", getattr(settings, name), "out of range", "at least 0"
-            )
     if not set(settings.tasks) <= set(TASKS):
         raise InvalidSetting("evaluation.tasks", settings.tasks, "unknown task", choices(TASKS))
     if not settings.tasks and not settings.texts:
