@@ -3,13 +3,14 @@
 import re
 from typing import Any
 
+from recipes.checkpoint.files import checkpoint_to_load, read_metadata
 from recipes.config.types import InvalidSetting
 from recipes.data.dataset import build_source, check_documents
 from recipes.data.files import find_files
+from recipes.data.loader import REMEDY, check_degree
 from recipes.data.records import SUFFIXES
 from recipes.data.shards import is_shard_folder
 from recipes.data.tokens import Tokenizer
-from recipes.preflight.data_resume import check_checkpoint
 from recipes.titan import DATASETS
 
 # Neither part begins with a dot: a name is no path out of its folder.
@@ -30,7 +31,7 @@ def check_data(config: Any, dp_degree: int) -> None:
         if getattr(config, section).enable:
             _check_settings(config, section)
             _check_documents(config, section, 1)
-    check_checkpoint(config, dp_degree)
+    check_checkpoint_position(config, dp_degree)
 
 
 def _check_settings(config: Any, section: str) -> None:
@@ -84,3 +85,31 @@ def _check_path(section: str, path: str | list[str] | None) -> None:
             find_files(path)
         except ValueError as error:
             raise InvalidSetting(key, path, str(error), allowed) from None
+
+
+def check_checkpoint_position(config: Any, dp_degree: int) -> None:
+    """Check the data-parallel degree of the checkpoint that the run is about to load, if any.
+
+    torchtitan 0.2.2 would stop too, but late and with "Missing key in checkpoint state_dict:
+    dataloader.dp_rank_1", or drop the positions of ranks that are gone.
+
+    Raises:
+        ValueError: the checkpoint has another degree, or was written by another data loader.
+    """
+    found = checkpoint_to_load(config)
+    excluded = "dataloader" in config.checkpoint.exclude_from_loading
+    if found is None or found.weights_only or excluded:
+        return
+    folder = found.folder
+    keys = read_metadata(folder).state_dict_metadata
+    saved = [key for key in keys if re.fullmatch(r"dataloader\.dp_rank_\d+\.place", key)]
+    if not saved and any(key.startswith("dataloader.") for key in keys):
+        raise ValueError(
+            f"{folder}: its positions in the data were written by another data loader; resume it "
+            f"with that one, {REMEDY}"
+        )
+    if saved:
+        try:
+            check_degree(len(saved), dp_degree)
+        except ValueError as error:
+            raise ValueError(f"{folder}: {error}") from None

@@ -6,6 +6,8 @@ for any degree; gradients of a pipeline are divided by the token count like all 
 without any label changes nothing.
 """
 
+import math
+import os
 import time
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 from torchtitan.train import Trainer
 
+from recipes.checkpoint.files import finished_steps
 from recipes.checkpoint.manager import StripedCheckpoints
 from recipes.checkpoint.resume import hold_to_settings
 from recipes.config.schema import StripedJobConfig
@@ -26,12 +29,11 @@ from recipes.metrics.processor import StripedMetrics
 from recipes.parallel.agreement import check_agreement, settings_and_code
 from recipes.parallel.ring import give_ring_its_group
 from recipes.parallel.startup_check import run_startup_check
+from recipes.preflight.host import kernel_of, uses_ring
 from recipes.process import faults, preemption
 from recipes.titan import IGNORE_INDEX, ParallelDims, cpu_host, dist_utils, logger
 from recipes.titan.patches import checkpointer, own_store
-from recipes.train.divergence import check_finite
 from recipes.train.pipeline import loss_of_last_stage, pipeline_loss
-from recipes.train.versions import versions
 from recipes.weights.export import finish_export
 
 
@@ -78,7 +80,7 @@ class StripedTrainer(Trainer):
         check_agreement(settings_and_code(self.job_config))
         timeout = timedelta(seconds=self.job_config.comm.init_timeout_seconds)
         give_ring_its_group(parallel_dims, timeout)
-        logger.info(versions(self.job_config, parallel_dims))
+        logger.info(_versions(self.job_config, parallel_dims))
         if self.job_config.rope.on_mismatch == "take":
             logger.info(f"[rope] is that of the weights: {self.job_config.rope}")
         run_startup_check(self.job_config, parallel_dims, self.device)
@@ -173,7 +175,32 @@ class StripedTrainer(Trainer):
             self.step, self.step == self.job_config.training.steps
         )
         if saves or self.metrics_processor.should_log(self.step):
-            check_finite(self.checkpointer, self.step, grad_norm.item())
+            self._check_finite(grad_norm.item())
+
+    def _check_finite(self, grad_norm: float) -> None:
+        """Stop a run whose gradients are no numbers, before anything of it is saved.
+
+        The norm is that of all parameters on every rank, so all ranks stop. A loss that is no
+        number makes the norm one too, and weights that are none spoil every later step: it is
+        enough to look where a step is logged or saved, and a checkpoint with finite gradients has
+        finite weights.
+
+        Raises:
+            Stop: with the step and the last checkpoint.
+        """
+        if math.isfinite(grad_norm):
+            return
+        good = None
+        if self.checkpointer.enable:
+            folder = Path(self.checkpointer.folder)
+            good = max(finished_steps(folder), default=None)
+        checkpoint = "none" if good is None else folder / f"step-{good}"
+        raise faults.Stop(
+            f"step {self.step}: loss or gradients are not finite (gradient norm {grad_norm}); "
+            f"last good checkpoint: {checkpoint}, the same command goes on from it; look at loss "
+            "and grad_norm of the steps before, at the documents of these steps, and at "
+            "optimizer.lr, lr_scheduler.warmup_steps and training.mixed_precision_param"
+        )
 
     def _next_microbatches(
         self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]
@@ -253,3 +280,18 @@ class StripedTrainer(Trainer):
 
     def _data_parallel_degree(self) -> int:
         return self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard
+
+
+def _versions(config: StripedJobConfig, parallel_dims: ParallelDims) -> str:
+    """One line: versions, mesh, kernel."""
+    nccl = "no NCCL"
+    if torch.distributed.is_nccl_available() and torch.cuda.is_available():
+        nccl = "NCCL " + ".".join(map(str, torch.cuda.nccl.version()))
+    degrees = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+    mesh = ", ".join(f"{name} {getattr(parallel_dims, name)}" for name in degrees)
+    nodes = parallel_dims.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    kernel = kernel_of(config) if uses_ring(config) else "torch's own attention"
+    return (
+        f"torch {torch.__version__}, {nccl}, backend {torch.distributed.get_backend()}; "
+        f"{parallel_dims.world_size} ranks on {nodes} nodes, mesh {mesh}; kernel {kernel}"
+    )

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from recipes.data.dataset import build_dataloader, build_validation_dataloader
 from recipes.data.loader import DocumentLoader
-from recipes.preflight.data_resume import check_checkpoint
+from recipes.preflight.data import check_checkpoint_position
 from tests.helpers.documents import NumberTokenizer, fingerprint, job, number_documents, write_jsonl
 
 LENGTHS = [30, 5, 12, 90, 7, 7, 41, 16, 3, 25, 64, 10, 33, 8, 19, 70]
@@ -237,15 +237,15 @@ def test_another_data_parallel_degree_is_refused_by_name(checkpoint, degree):
         r".*exclude_from_loading"
     )
     with pytest.raises(ValueError, match=message):
-        check_checkpoint(checkpoint, degree)
+        check_checkpoint_position(checkpoint, degree)
 
 
 def test_the_same_degree_loads_and_leaving_the_data_out_is_a_way_on(checkpoint):
-    check_checkpoint(checkpoint, 2)
+    check_checkpoint_position(checkpoint, 2)
     part = build_dataloader(2, 1, NumberTokenizer(), checkpoint)
     dcp.load({"dataloader": part}, checkpoint_id=f"{checkpoint.job.dump_folder}/checkpoint/step-4")
     checkpoint.checkpoint.exclude_from_loading = ["dataloader"]
-    check_checkpoint(checkpoint, 4)
+    check_checkpoint_position(checkpoint, 4)
 
 
 def test_a_state_of_another_degree_is_refused_without_a_checkpoint_too(files):
@@ -261,7 +261,7 @@ def test_a_checkpoint_of_torchtitans_loader_is_refused(files, tmp_path):
     )
     config = settings(files, job__dump_folder=str(tmp_path / "out"), checkpoint__enable=True)
     with pytest.raises(ValueError, match="written by another data loader"):
-        check_checkpoint(config, 1)
+        check_checkpoint_position(config, 1)
 
 
 class Endless:
