@@ -5,7 +5,7 @@
 
 X.toml is the recipe of the run: its flavor, RoPE settings, sequence length and tokenizer go into
 the folder. `--section.key value` overrides it, as for train.py. One process, no GPU; the memory of
-one file, 5 GB in bfloat16. docs/weights.md says what is written.
+one file, 5 GB in bfloat16. docs/reference/weights.md says what is written.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
 
 The recipe of the run, its last checkpoint (`--checkpoint.load_step N` for another), or with
 `--initial` the weights it started from. `[evaluation]` says what is measured; `--section.key value`
-overrides the TOML, as for train.py; `--debug` shows where an error came from. docs/evaluation.md
-describes the measures and the files.
+overrides the TOML, as for train.py; `--debug` shows where an error came from.
+docs/reference/evaluation.md describes the measures and the files.
 """
 
 from __future__ import annotations

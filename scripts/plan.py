@@ -4,8 +4,8 @@
     python scripts/plan.py X.toml --gpus 64 --gpu h100 --search --write best.toml
     python scripts/plan.py X.toml --gpus 8 --gpu h100 --layout --documents 98304,32768
 
-The TOML is read as training reads it; `--section.key value` overrides it likewise. docs/planner.md
-says what is modelled and how far it can be trusted.
+The TOML is read as training reads it; `--section.key value` overrides it likewise.
+docs/reference/planner.md says what is modelled and how far it can be trusted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Write docs/settings.md, every setting with type, default, range and meaning, from the schema.
+"""Write docs/reference/settings.md from the schema: every setting, its range and meaning.
 
 python scripts/settings_page.py            # writes the page; a test compares it
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "settings.md"
+PAGE = ROOT / "docs" / "reference" / "settings.md"
 HEADING = """# Settings
 
 Written by `python scripts/settings_page.py` from the schema, torchtitan 0.2.2's and that of

@@ -4,7 +4,7 @@
 
 Prints the time of a causal tile, forward and backward, over that of a full one: whole, and split
 into causal squares of 512 and of 256 rows with full squares below them. Fastest of 5, CPU time of
-one thread. docs/performance.md has the answer.
+one thread. docs/reference/performance.md has the answer.
 """
 
 from time import thread_time

@@ -2,10 +2,10 @@
 
 A checkpointed block is computed again in the backward pass. Attention is nearly all of that work at
 1M tokens, and with context parallelism it communicates: without a second run of it the best causal
-MFU that FlashAttention-2 allows on an H100 rises from 23 % to 29 % (docs/memory.md). So the outputs
-of the attention operator (out and LSE, one more tensor the size of the block's input) are kept, and
-only the rest of the block is computed again, unless `memory.recompute_attention` asks for the
-memory instead.
+MFU that FlashAttention-2 allows on an H100 rises from 23 % to 29 % (docs/reference/memory.md). So
+the outputs of the attention operator (out and LSE, one more tensor the size of the block's input)
+are kept, and only the rest of the block is computed again, unless `memory.recompute_attention` asks
+for the memory instead.
 """
 
 from typing import Any

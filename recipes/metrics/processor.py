@@ -2,7 +2,8 @@
 
 What differs from torchtitan 0.2.2: time per step is divided by the steps that were made, not by
 `log_freq` (at step 1 one, not `log_freq`); validation takes no part in training's time and tokens,
-and has a throughput of its own; the last step is always logged. docs/metrics.md explains every tag.
+and has a throughput of its own; the last step is always logged.
+docs/reference/metrics.md explains every tag.
 """
 
 import contextlib

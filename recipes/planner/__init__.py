@@ -8,5 +8,5 @@
     report.py, log.py          text, JSON and TOML; one line for the log of a training run
     published.py               published runs that the model is held against
 
-docs/planner.md has the comparison and says what is not modelled.
+docs/reference/planner.md has the comparison and says what is not modelled.
 """

@@ -2,7 +2,7 @@
 
     python -m recipes.planner.published
 
-prints the table of docs/planner.md. Only the rows marked "fit" were looked at to choose
+prints the table of docs/reference/planner.md. Only the rows marked "fit" were looked at to choose
 `LINEAR_SHARE`, `FLOAT8_SPEEDUP` and `ALLOCATOR_SLACK`; they are not counted as checks.
 """
 

@@ -1,8 +1,8 @@
 """Checks of parallelisms, precision and compilation against each other.
 
 What cannot work together is refused with a line that names both settings. Every check raises
-`InvalidSetting` like `recipes.preflight.checks`, which calls this; docs/parallelism.md has the
-table.
+`InvalidSetting` like `recipes.preflight.checks`, which calls this; the table is in
+docs/reference/parallelism.md.
 """
 
 from recipes.config.schema import StripedJobConfig, compiles_model

@@ -1,6 +1,6 @@
 """What the memory levers save: bytes alive during one training step of the debug model.
 
-The figures of docs/memory.md: python -m tests.distributed.test_memory_use
+The figures of docs/reference/memory.md: python -m tests.distributed.test_memory_use
 """
 
 import pytest

@@ -73,7 +73,7 @@ FEATURES: dict[str, dict[str, Settings]] = {
     },
 }
 Pair = frozenset[tuple[str, str]]
-# What one of the pair says of the other stands in docs/parallelism.md and docs/memory.md.
+# What one says of the other stands in docs/reference/parallelism.md and memory.md beside it.
 REFUSED: set[Pair] = {
     frozenset({("offload", "on"), ("checkpointing", "none")}),
     frozenset({("offload", "on"), ("compile", "on")}),

@@ -297,7 +297,7 @@ def test_the_profiler_shows_the_ring_of_every_rank(uneven: Run) -> None:
 
 
 def test_every_metric_is_documented(by_degree: dict[int, Run], uneven: Run) -> None:
-    text = (ROOT / "docs" / "metrics.md").read_text()
+    text = (ROOT / "docs/reference/metrics.md").read_text()
     documented = set(re.findall(r"^\| `([^`]+)`", text, re.M))
     logged = {
         re.sub(r"^charts/.*", "charts/NAME", re.sub(r"(by_position)/.*", r"\1/FROM-TO", tag))
@@ -314,7 +314,7 @@ def test_planned_lines_stand_beside_the_measured_ones() -> None:
     recipe = ROOT / "train_configs" / "llama3_8b_1m.toml"
     config = load_config(["--job.config_file", str(recipe)])
     scalars = plan_scalars(plan_of_run(config, 8, "NVIDIA H100 80GB HBM3"))
-    text = (ROOT / "docs" / "metrics.md").read_text()
+    text = (ROOT / "docs/reference/metrics.md").read_text()
     for tag, value in scalars.items():
         assert value > 0
         assert f"`{tag}`" in text

@@ -1,4 +1,4 @@
-"""docs/parallelism.md names the cases that are tested: all of them, and no others."""
+"""docs/reference/parallelism.md names the cases that are tested: all of them, and no others."""
 
 import re
 
@@ -10,7 +10,7 @@ from tests.distributed import (
     test_training_options,
 )
 
-PAGE = ROOT / "docs/parallelism.md"
+PAGE = ROOT / "docs/reference/parallelism.md"
 
 
 def test_every_case_has_its_place_and_every_place_its_case() -> None:

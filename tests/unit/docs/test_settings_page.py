@@ -1,4 +1,4 @@
-"""docs/settings.md is what the schema says today."""
+"""docs/reference/settings.md is what the schema says today."""
 
 import settings_page
 

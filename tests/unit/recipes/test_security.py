@@ -82,7 +82,7 @@ def test_states_in_a_checkpoint_are_loaded_without_running_code(
 
 
 def test_tensorboard_listens_on_this_machine_only_in_every_example() -> None:
-    files = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "scripts").glob("*.sh")]
+    files = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "scripts").glob("*.sh")]
     files += (ROOT / "train_configs").glob("*.toml")
     lines = [line for file in files for line in file.read_text().splitlines()]
     commands = [line for line in lines if re.search(r"\btensorboard\b.*--logdir", line)]

@@ -1,4 +1,4 @@
-"""The planner against published runs; docs/planner.md shows the same table."""
+"""The planner against published runs; docs/reference/planner.md shows the same table."""
 
 import pytest
 
@@ -53,5 +53,5 @@ def test_runs_that_fitted_80_gb_fit(name):
 
 
 def test_the_docs_show_this_table():
-    docs = ROOT / "docs" / "planner.md"
+    docs = ROOT / "docs/reference/planner.md"
     assert table() in docs.read_text()
