@@ -1,0 +1,71 @@
+"""Hugging Face models on gloo rings equal the same model on one rank."""
+
+import itertools
+
+import pytest
+
+from tests.helpers.hf_ring import (
+    LAYERS,
+    compare_all,
+    different_batches,
+    half_precision,
+    leaks,
+)
+from tests.helpers.launch import run_ranks
+
+DENSE = ("llama", "qwen2", "qwen3", "olmo2", "smollm3")
+MODES = ("plain", "checkpointed", "fsdp2")
+ALL = [
+    *itertools.product(DENSE, (False, True), MODES),
+    *itertools.product(("qwen3_moe", "mixtral"), (False, True), ("plain",)),
+    *itertools.product(("llama",), (True,), ("selective", "compiled")),
+]
+SAMPLE = [
+    ("qwen3", True, "plain"),
+    ("smollm3", True, "checkpointed"),
+    ("llama", False, "fsdp2"),
+    ("llama", True, "selective"),
+]
+
+
+def check(world_size: int, cases: list[tuple[str, bool, str]]) -> None:
+    for results in run_ranks(world_size, compare_all, cases, timeout=280):
+        for case, result in zip(cases, results, strict=True):
+            assert result["loss"] < 1e-6, case
+            assert result["gradients"] < 1e-5, case
+            if case[2] != "compiled":  # the mode that counts does not see into compiled code
+                runs = 2 if case[2] == "checkpointed" else 1
+                assert result["calls"] == runs * LAYERS, case
+
+
+def test_a_sample_equals_one_rank() -> None:
+    check(2, SAMPLE)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", [*DENSE, "qwen3_moe", "mixtral"])
+def test_equals_one_rank(world_size: int, name: str) -> None:
+    check(world_size, [case for case in ALL if case[0] == name])
+
+
+def test_a_token_changes_no_logit_of_another_document() -> None:
+    for changed in run_ranks(2, leaks, "qwen3"):
+        assert changed == {
+            "before": False,
+            "after": True,
+            "other documents": False,
+            "other rows": False,
+        }
+
+
+def test_half_precision_is_as_near_to_the_exact_loss_as_one_rank() -> None:
+    for loss in run_ranks(2, half_precision, "llama"):
+        assert loss["ring"] == pytest.approx(loss["exact"], rel=5e-3)
+        assert loss["alone"] == pytest.approx(loss["exact"], rel=5e-3)
+
+
+def test_ranks_with_different_batches_are_found_out() -> None:
+    for error in run_ranks(2, different_batches):
+        assert "pieces of different batches" in error
