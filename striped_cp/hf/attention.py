@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -57,6 +58,10 @@ def _attention(
                 f"{type(module).__name__}: {name} = {shown} is not supported: the ring is causal "
                 "attention within documents, without masks, windows, sinks, softcap or dropout"
             )
+    device = query.device.type
+    if torch.is_autocast_enabled(device):  # RoPE leaves it: as in torch's own attention
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = (x.to(dtype) for x in (query, key, value))
     # A plain attribute, so that a compiled layer can set it too.
     module._ring_pass = ring  # type: ignore[assignment]
     out = ring.attend(query, key, value, documents=ring.documents, scale=scaling, enable_gqa=True)

@@ -25,11 +25,12 @@ class RingTrainerMixin(_Base):
         ValueError: settings under which the trainer or accelerate would compute something else.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, data_collator: RingCollator, **kwargs: Any) -> None:
+        if not isinstance(data_collator, RingCollator):
+            raise ValueError(f"data_collator = {data_collator!r:.60}: must be a RingCollator")
         super().__init__(*args, **kwargs)
-        collator, parallelism = self.data_collator, self.accelerator.parallelism_config
-        if not isinstance(collator, RingCollator):
-            raise ValueError(f"data_collator = {collator!r:.60}: must be a RingCollator")
+        self.data_collator = data_collator  # now: SFTTrainer takes none when it packs
+        parallelism = self.accelerator.parallelism_config
         if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
             raise ValueError(
                 "parallelism_config: cp_size and sp_size must be 1: accelerate (1.10 and later, "
@@ -41,7 +42,7 @@ class RingTrainerMixin(_Base):
         ):
             if getattr(self.args, name) != needed:
                 raise ValueError(f"{name} = {getattr(self.args, name)}: must be {needed}")
-        ranks = collator.mesh.mesh.flatten().tolist()
+        ranks = data_collator.mesh.mesh.flatten().tolist()
         if ranks != list(range(ranks[0], ranks[0] + len(ranks))) or ranks[0] % len(ranks):
             raise ValueError(f"the ring's ranks {ranks} must be neighbours: make it the last axis")
         self._ring_size = len(ranks)

@@ -164,7 +164,7 @@ def leaks(name: str) -> dict[str, Any]:
 
 
 def half_precision(name: str) -> dict[str, float]:
-    """Losses in bfloat16 on the ring and on one rank, and the latter in float32."""
+    """Losses in float32 and bfloat16 on one rank, and in the latter on the ring."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     ids, labels = make_batch()
     exact = one_rank(make_model(name), ids, labels, DOCUMENTS)
@@ -173,7 +173,17 @@ def half_precision(name: str) -> dict[str, float]:
     loss = model(**shard_batch(ids, labels, mesh, DOCUMENTS)).loss
     loss.backward()
     dist.all_reduce(total := loss.detach().clone())
-    return {"exact": exact.item(), "alone": alone.item(), "ring": total.item()}
+    model = enable(make_model(name), mesh)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(**shard_batch(ids, labels, mesh, DOCUMENTS)).loss
+    loss.backward()
+    dist.all_reduce(mixed := loss.detach().clone())
+    return {
+        "exact": exact.item(),
+        "one rank": alone.item(),
+        "ring": total.item(),
+        "ring under autocast": mixed.item(),
+    }
 
 
 def different_batches() -> str:
