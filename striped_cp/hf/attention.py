@@ -63,7 +63,7 @@ def _attention(
         dtype = torch.get_autocast_dtype(device)
         query, key, value = (x.to(dtype) for x in (query, key, value))
     # A plain attribute, so that a compiled layer can set it too.
-    module._ring_pass = ring  # type: ignore[assignment]
+    module.ring_pass = ring  # type: ignore[assignment]
     out = ring.attend(query, key, value, documents=ring.documents, scale=scaling, enable_gqa=True)
     return out.transpose(1, 2), None
 

@@ -80,7 +80,7 @@ def enable(
     @torch.compiler.disable
     def leave(_module: nn.Module, _args: tuple, kwargs: dict[str, Any], _output: Any) -> None:
         passed = kwargs["ring"]
-        bypassed = [n for n, m in attentions.items() if m.__dict__.pop("_ring_pass", 0) != passed]
+        bypassed = [n for n, m in attentions.items() if m.__dict__.pop("ring_pass", 0) != passed]
         if bypassed:
             raise ValueError(
                 f"attention that did not run on the ring: {', '.join(bypassed)}; its tokens have "
@@ -105,7 +105,7 @@ def disable(model: PreTrainedModel) -> None:
     for hook in state.hooks:
         hook.remove()
     for attention in state.attentions.values():
-        attention.__dict__.pop("_ring_pass", None)
+        attention.__dict__.pop("ring_pass", None)
     model.set_attn_implementation(state.implementation)
 
 

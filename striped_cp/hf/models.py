@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 # Modules, apart from attention, in which one token sees others.
-_MIXERS = (nn.modules.conv._ConvNd, nn.RNNBase)
+_MIXERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)
 # RoPE whose frequencies depend on the highest position in the input, of which ranks see their own.
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 

@@ -63,7 +63,7 @@ class RingTrainerMixin(_Base):
 
     def _per_ring(self, loader: DataLoader) -> DataLoader:
         """Its batches are dealt out to rings, no longer to processes."""
-        if self.accelerator.num_processes == 1 or getattr(loader, "_dealt_to_rings", False):
+        if self.accelerator.num_processes == 1 or getattr(loader, "dealt_to_rings", False):
             return loader
         # accelerate's BatchSamplerShard or IterableDatasetShard.
         shard: Any = next(
@@ -76,5 +76,5 @@ class RingTrainerMixin(_Base):
             )
         shard.num_processes //= self._ring_size
         shard.process_index //= self._ring_size
-        loader._dealt_to_rings = True
+        loader.dealt_to_rings = True
         return loader

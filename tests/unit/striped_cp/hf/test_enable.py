@@ -164,5 +164,5 @@ def test_models_and_layouts_in_one_process_and_nothing_left_behind(mesh: DeviceM
         assert not model._forward_pre_hooks
         assert not model.model._forward_pre_hooks
         assert not model.model._forward_hooks
-        assert not any(hasattr(m, "_ring_pass") for m in model.modules())
+        assert not any(hasattr(m, "ring_pass") for m in model.modules())
         model(input_ids=ids, labels=labels)
