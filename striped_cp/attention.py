@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .documents import Documents
 from .kernels import KERNELS
-from .layout import TOKEN_STRIPES, Contiguous, HeadTail, Layout, Striped
+from .layout import TOKEN_STRIPES, Layout
 from .ops import ring_attention_op
 from .process_group import ring_group
+from .rotation import ROTATIONS
 
 BATCH_DIM, HEAD_DIM, SEQ_DIM = 0, 1, 2
 
@@ -106,15 +107,17 @@ def ring_attention(
 
 def check_options(layout: Layout, rotate_method: str, kernel: str) -> None:
     """Raise ValueError for a layout, rotate_method or kernel that does not exist."""
-    if not isinstance(layout, (Striped, HeadTail, Contiguous)):
+    if not isinstance(layout, Layout):
         raise ValueError(
-            f"layout = {layout!r}: allowed are Striped(block_size), HeadTail(), Contiguous()"
+            f"layout = {layout!r}: must be a Layout, as Striped(block_size), HeadTail() and "
+            "Contiguous() are"
         )
-    if rotate_method not in ("ring", "allgather"):
-        raise ValueError(f"rotate_method = {rotate_method!r}: allowed are 'ring', 'allgather'")
-    if kernel not in ("auto", *KERNELS):
-        allowed = ", ".join(repr(name) for name in ("auto", *KERNELS))
-        raise ValueError(f"kernel = {kernel!r}: allowed are {allowed}")
+    for name, value, allowed in (
+        ("rotate_method", rotate_method, [*ROTATIONS]),
+        ("kernel", kernel, ["auto", *KERNELS]),
+    ):
+        if value not in allowed:
+            raise ValueError(f"{name} = {value!r}: allowed are {', '.join(map(repr, allowed))}")
 
 
 def check_unsupported(options: Mapping[str, object]) -> None:

@@ -25,6 +25,11 @@ def empty_sequence_major(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.new_empty(batch, rows, heads, dim, dtype=dtype).transpose(1, 2)
 
 
+def sequence_major(x: Tensor) -> Tensor:
+    """x (B, H, n, D) with memory order (B, n, H, D): a copy only if it is not already so."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 class OutputAccumulator:
     """Running attention output (B, H, n, D) and log-sum-exp (B, H, n) of a rank's query rows.
 

@@ -15,19 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from .algorithm import attention_backward, attention_forward
 from .documents import Documents
 from .kernels import Request, choose_kernel
-from .kernels.base import TileAttention
+from .kernels.base import BackwardInputs, Inputs, TileAttention
 from .layout import layout_from_spec
-from .observe import observed
+from .observer import observed
 from .process_group import ProcessGroupRing
-from .ring import (
-    Buffers,
-    Ring,
-    SingleRing,
-    attention_backward,
-    attention_forward,
-)
+from .ring import Buffers, Ring, SingleRing
 from .tiles import Tile, tiles_of_rank
 
 # Receive buffers of every ring, for as long as its process group lives.
@@ -80,7 +75,7 @@ def ring_attention_op(
     """
     prepared = _prepare(query, boundaries, layout, group_name, kernel)
     with torch.autocast(query.device.type, enabled=False):
-        return attention_forward(query, key, value, *prepared, scale, rotate_method)
+        return attention_forward(Inputs(query, key, value), *prepared, scale, rotate_method)
 
 
 @ring_attention_op.register_fake
@@ -109,9 +104,8 @@ def ring_attention_backward_op(
     """(dq, dk, dv); arguments as in `ring_attention`, plus its results and the gradient of out."""
     prepared = _prepare(query, boundaries, layout, group_name, kernel)
     with torch.autocast(query.device.type, enabled=False):
-        return attention_backward(
-            grad_out, query, key, value, out, lse, *prepared, scale, rotate_method
-        )
+        x = BackwardInputs(query, key, value, out, lse, grad_out)
+        return attention_backward(x, *prepared, scale, rotate_method)
 
 
 @ring_attention_backward_op.register_fake

@@ -23,45 +23,13 @@ blocks, and an upper triangle is a causal one with both axes reversed ("anticaus
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from functools import lru_cache
 
 import numpy as np
 
+from .blocks import Mask, Pass, Segments, pass_of
 from .documents import Documents
-from .layout import Layout, RunLayout, Striped
-
-# Columns of `Pass.blocks`.
-ROW, Q_START, Q_LEN, K_START, K_LEN, COUNT = range(6)
-
-
-class Mask(Enum):
-    """Which pairs of a block are visible; i, j count query and key rows inside the block."""
-
-    FULL = "full"
-    CAUSAL = "causal"  # square, j <= i
-    ANTICAUSAL = "anticausal"  # square, j >= i
-
-
-@dataclass(frozen=True, eq=False)
-class Pass:
-    """Blocks with one mask, disjoint in their query rows and disjoint in their key rows.
-
-    Attributes:
-        blocks: int64 (N, 6): batch row, query start, query length, key start, key length, count.
-            A block with count m stands for m equal blocks, both starts advancing by `stride` rows.
-        stride: rows between the repeats of a block; 0 where every count is 1.
-    """
-
-    mask: Mask
-    blocks: np.ndarray
-    stride: int = 0
-
-    @property
-    def pairs(self) -> int:
-        """Visible (query, key) pairs, the unit of attention work."""
-        q, k, count = self.blocks[:, Q_LEN], self.blocks[:, K_LEN], self.blocks[:, COUNT]
-        return int((count * (q * k if self.mask is Mask.FULL else q * (q + 1) // 2)).sum())
+from .layout import Layout
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,98 +101,7 @@ def _passes(
 
     q0, q1, k0 = count(start, p), count(end, p), count(start, r)
     if r == p:
-        passes = [_pass(Mask.CAUSAL, row, q0, q1 - q0, k0, q1 - q0)]
-    elif isinstance(layout, Striped):
-        passes = _staircase(row, q0, q1, k0, layout.block_size, key_first=r < p)
+        passes = [pass_of(Mask.CAUSAL, row, q0, q1 - q0, k0, q1 - q0)]
     else:
-        assert isinstance(layout, RunLayout)
-        runs = layout.runs(seq_len, world_size, p)
-        passes = _rectangles(
-            row, q0, q1, k0, runs, [layout.count_before(s, seq_len, world_size, r) for s, _ in runs]
-        )
+        passes = layout.passes(Segments(row, q0, q1, k0), seq_len, world_size, p, r)
     return tuple(x for x in passes if len(x.blocks))
-
-
-def _pass(
-    mask: Mask,
-    row: np.ndarray,
-    q_start: np.ndarray,
-    q_len: np.ndarray,
-    k_start: np.ndarray,
-    k_len: np.ndarray,
-    count: np.ndarray | int = 1,
-    stride: int = 0,
-) -> Pass:
-    """A pass of the blocks that are not empty."""
-    columns = np.broadcast_arrays(row, q_start, q_len, k_start, k_len, count)
-    keep = (columns[Q_LEN] > 0) & (columns[K_LEN] > 0) & (columns[COUNT] > 0)
-    return Pass(mask, np.stack([c[keep] for c in columns], axis=1), stride)
-
-
-def _staircase(
-    row: np.ndarray, q0: np.ndarray, q1: np.ndarray, k0: np.ndarray, block: int, key_first: bool
-) -> list[Pass]:
-    """Stripes of `block` tokens, p != r: local row i sees keys [k0, i // block * block + reach).
-
-    A document may begin inside a key block and end inside a query block. Cutting off these partial
-    blocks leaves a staircase of whole blocks:
-
-        head: rows that see the partial first key block [k0, k_aligned), all of them fully
-        steps: `side` x `side` staircase from (q_aligned, k_aligned)
-        tail: rows of the partial last query block, which see whole key blocks
-
-    For block = 1 nothing is partial and what remains is one causal square per document: with
-    c = q0 - k0 - [r > p], either 0 or -1, a document of L queries has a square of L + c.
-    """
-    reach = block if key_first else 0
-    k_aligned = -(-k0 // block) * block
-    q_aligned = k_aligned + block - reach  # the first row that sees a whole aligned key block
-    q_end = np.maximum(q1 // block * block, q_aligned)  # where whole query blocks end
-    side = q_end - q_aligned
-
-    head_q = np.maximum(q0, k_aligned - reach)
-    head = _pass(Mask.FULL, row, head_q, q1 - head_q, k0, k_aligned - k0)
-    tail = _pass(Mask.FULL, row, q_end, q1 - q_end, k_aligned, q_end + reach - k_aligned)
-    if block == 1:
-        return [_pass(Mask.CAUSAL, row, q_aligned, side, k_aligned, side)]
-
-    single = side == block  # one step: the triangle and its complement are one full square
-    several = np.where(single, 0, side)
-    return [
-        _pass(Mask.CAUSAL, row, q_aligned, several, k_aligned, several),
-        _pass(
-            Mask.ANTICAUSAL,
-            row,
-            q_aligned,
-            np.full_like(side, block - 1),
-            k_aligned + 1,
-            np.full_like(side, block - 1),
-            count=several // block,
-            stride=block,
-        ),
-        _pass(Mask.FULL, row, q_aligned, side * single, k_aligned, side * single),
-        head,
-        tail,
-    ]
-
-
-def _rectangles(
-    row: np.ndarray,
-    q0: np.ndarray,
-    q1: np.ndarray,
-    k0: np.ndarray,
-    runs: list[tuple[int, int]],
-    k_ends: list[int],
-) -> list[Pass]:
-    """Layouts of a few runs, p != r: a whole query run sees the same keys [k0, k_end), fully."""
-    passes = []
-    first = 0
-    last = 0
-    for i, (_, length) in enumerate(runs):
-        last += length
-        if i + 1 < len(runs) and k_ends[i + 1] == k_ends[i]:
-            continue  # the next run sees the same keys: one taller rectangle
-        top, bottom = np.maximum(q0, first), np.minimum(q1, last)
-        passes.append(_pass(Mask.FULL, row, top, bottom - top, k0, k_ends[i] - k0))
-        first = last
-    return passes

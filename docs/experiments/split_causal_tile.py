@@ -13,9 +13,11 @@ import numpy as np
 import torch
 
 from striped_cp import Contiguous
+from striped_cp.blocks import Mask, Pass
 from striped_cp.kernels import KERNELS
+from striped_cp.kernels.base import BackwardInputs, Inputs
 from striped_cp.merge import OutputAccumulator, accumulate_
-from striped_cp.tiles import Mask, Pass, Tile
+from striped_cp.tiles import Tile
 
 
 def tile(*passes):
@@ -36,12 +38,12 @@ def attend(q, k, v, grad, passes, kernel=KERNELS["cpu"], scale=0.1):
     total = OutputAccumulator(q)
     # The causal squares cover every row once and are written; full squares are merged.
     for step, blocks in enumerate(passes):
-        for part in kernel.forward(q, k, v, tile(blocks), scale):
+        for part in kernel.forward(Inputs(q, k, v), tile(blocks), scale):
             total.merge(part) if step else total.write(part)
     out, lse = total.out, total.lse
     sums = [torch.empty_like(x) for x in (q, k, v)]
     for step, blocks in enumerate(passes):
-        for part in kernel.backward(grad, q, k, v, out, lse, tile(blocks), scale):
+        for part in kernel.backward(BackwardInputs(q, k, v, out, lse, grad), tile(blocks), scale):
             regions = part.queries, part.keys, part.keys
             for sum_, region, x in zip(sums, regions, (part.dq, part.dk, part.dv), strict=True):
                 accumulate_(sum_, region, x, first=step == 0)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from recipes.metrics.reduce import gather_over, max_over
 from recipes.titan import device_module
 from striped_cp import RingObserver
-from striped_cp.observe import Span
+from striped_cp.observer import Span
 
 
 class RingClock(RingObserver):

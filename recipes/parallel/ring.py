@@ -6,21 +6,17 @@ import math
 from typing import TYPE_CHECKING
 
 from recipes.config.schema import StripedJobConfig
-from recipes.titan.first_import import load_alone
+from striped_cp.layout import Layout, Striped, layout_from_spec
 
 if TYPE_CHECKING:
     from datetime import timedelta
 
     from recipes.titan import ParallelDims
-    from striped_cp import Layout
-
-# The package registers the ring with torch; lengths are checked, and runs planned, without.
-layouts = load_alone("striped_cp.layout")
 
 
 def named_layout(name: str, block_size: int) -> Layout:
     """The layout of `parallelism.context_parallel_load_balancer` and `striped_cp.block_size`."""
-    return layouts.Striped(block_size) if name == "striped" else layouts.layout_from_spec(name)
+    return Striped(block_size) if name == Striped.name else layout_from_spec(name)
 
 
 def layout_of(config: StripedJobConfig) -> Layout:

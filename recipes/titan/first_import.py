@@ -2,8 +2,7 @@
 
 torchtitan 0.2.2 decides on its device while it is imported, and its package imports torch,
 inductor and torchao: four seconds, before an argument has been read. So the host is prepared at
-that moment and not before, and modules that need no torch, those that describe settings and the
-layouts of the ring, are loaded without their package.
+that moment and not before, and modules that describe settings are loaded without their package.
 """
 
 import importlib.abc
@@ -100,7 +99,11 @@ def load_alone(name: str) -> ModuleType:
 
 
 class _Torch(ModuleType):
-    """torch, imported when something of it is asked for."""
+    """torch, imported when something of it is asked for.
+
+    Not importlib's LazyLoader, which would leave it in sys.modules: tyro looks whether torch is
+    there, and then asks for its types.
+    """
 
     def __getattr__(self, name: str) -> object:
         return getattr(importlib.import_module("torch"), name)

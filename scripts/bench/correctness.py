@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from striped_cp import Documents, Layout
+from striped_cp.algorithm import attention_backward, attention_forward
 from striped_cp.kernels import KERNELS
-from striped_cp.kernels.base import TileAttention
+from striped_cp.kernels.base import BackwardInputs, Inputs, TileAttention
 from striped_cp.loopback import loopback
-from striped_cp.ring import Ring, attention_backward, attention_forward
+from striped_cp.ring import Ring
 from striped_cp.tiles import tiles_of_rank
 
 from .case import DTYPES
@@ -82,7 +83,7 @@ def _ring(what: Check, inputs: list[Tensor], kernel: TileAttention) -> list[Tens
         query, key, value, grad_out = (x[ring.rank] for x in inputs)
         tiles = tiles_of_rank(what.layout, seq_len, WORLD_SIZE, ring.rank, what.documents)
         how = tiles, kernel, ring, HEAD_DIM**-0.5, "ring"
-        out, lse = attention_forward(query, key, value, *how)
-        return out, *attention_backward(grad_out, query, key, value, out, lse, *how)
+        out, lse = attention_forward(Inputs(query, key, value), *how)
+        return out, *attention_backward(BackwardInputs(query, key, value, out, lse, grad_out), *how)
 
     return [torch.stack(parts) for parts in zip(*loopback(WORLD_SIZE, rank_main), strict=True)]

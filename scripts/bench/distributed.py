@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from striped_cp import Layout, ring_attention
+from striped_cp.algorithm import attention_backward, attention_forward
+from striped_cp.kernels.base import BackwardInputs, Inputs
 from striped_cp.process_group import ProcessGroupRing
-from striped_cp.ring import attention_backward, attention_forward
 from striped_cp.tiles import tiles_of_rank
 
 from .case import Case
@@ -116,8 +117,8 @@ def _peak(case: Case, layout: Layout, mesh: DeviceMesh, tensors: Sequence[Tensor
     how = tiles, case.chosen_kernel(), ring, case.scale, case.rotate_method
 
     def run() -> None:
-        out, lse = attention_forward(query, key, value, *how)
-        attention_backward(grad_out, query, key, value, out, lse, *how)
+        out, lse = attention_forward(Inputs(query, key, value), *how)
+        attention_backward(BackwardInputs(query, key, value, out, lse, grad_out), *how)
 
     nbytes = torch.tensor(peak_memory(case.device, run), device=case.device)
     dist.all_reduce(nbytes, dist.ReduceOp.MAX)

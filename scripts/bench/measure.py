@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from striped_cp import Contiguous
+from striped_cp.kernels.base import BackwardInputs, Inputs
 from striped_cp.tiles import Tile, tiles_of_rank
 
 from .case import Case
@@ -111,12 +112,13 @@ class Yardsticks:
         query, key, value, grad_out = tensors
         case, kernel, now = self.case, self.kernel, self.now
         started = now()
-        partials = list(kernel.forward(query, key, value, tile, case.scale))
+        partials = list(kernel.forward(Inputs(query, key, value), tile, case.scale))
         forward = now() - started
         out, lse = _assembled(query, partials)
         del partials
         started = now()
-        for _ in kernel.backward(grad_out, query, key, value, out, lse, tile, case.scale):
+        x = BackwardInputs(query, key, value, out, lse, grad_out)
+        for _ in kernel.backward(x, tile, case.scale):
             pass
         return Timing(forward, now() - started)
 

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from striped_cp import Layout
-from striped_cp.kernels.base import Partial, PartialGradients, TileAttention
-from striped_cp.ring import Pending, Ring, attention_backward, attention_forward
+from striped_cp.algorithm import attention_backward, attention_forward
+from striped_cp.kernels.base import BackwardInputs, Inputs, Partial, PartialGradients, TileAttention
+from striped_cp.ring import Pending, Ring
 from striped_cp.tiles import Tile, tiles_of_rank
 
 from .case import Case
@@ -60,25 +61,13 @@ class ClockKernel:
     def __init__(self, kernel: TileAttention, clock: StepClock) -> None:
         self.kernel, self.clock = kernel, clock
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, tile: Tile, scale: float
-    ) -> Iterator[Partial]:
+    def forward(self, x: Inputs, tile: Tile, scale: float) -> Iterator[Partial]:
         self.clock.next_step()
-        return self.kernel.forward(query, key, value, tile, scale)
+        return self.kernel.forward(x, tile, scale)
 
-    def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        tile: Tile,
-        scale: float,
-    ) -> Iterator[PartialGradients]:
+    def backward(self, x: BackwardInputs, tile: Tile, scale: float) -> Iterator[PartialGradients]:
         self.clock.next_step()
-        return self.kernel.backward(grad_out, query, key, value, out, lse, tile, scale)
+        return self.kernel.backward(x, tile, scale)
 
 
 class ClockRing(Ring):
@@ -125,9 +114,9 @@ class VirtualRank:
         """Seconds of every step, forward and backward."""
         query, key, value, grad_out = self.tensors
         how = self.tiles, self.kernel, self.ring, self.case.scale, self.case.rotate_method
-        out, lse = attention_forward(query, key, value, *how)
+        out, lse = attention_forward(Inputs(query, key, value), *how)
         forward = self.clock.finish()
-        attention_backward(grad_out, query, key, value, out, lse, *how)
+        attention_backward(BackwardInputs(query, key, value, out, lse, grad_out), *how)
         return forward, self.clock.finish()
 
 

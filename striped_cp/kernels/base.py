@@ -36,6 +36,25 @@ class Region:
         return x.transpose(-1, -2) if x.dim() == 5 else x
 
 
+class Inputs(NamedTuple):
+    """What attention is computed of: a tile, or a block of one."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+class BackwardInputs(NamedTuple):
+    """What its gradients are computed of; out and lse are over all keys of all ranks."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    lse: Tensor
+    grad_out: Tensor
+
+
 class Partial(NamedTuple):
     """Attention of some query rows over some of their keys, normalised over those keys alone."""
 
@@ -72,24 +91,14 @@ class TileAttention(Protocol):
     """Attention over one tile, forward and backward: what a ring asks of a kernel.
 
     `forward` yields partial outputs that the caller merges; on the diagonal tile (query rank = key
-    rank) they cover every query row exactly once. `backward` takes the final out and lse (all keys
-    of all ranks) and yields partial gradients that the caller sums.
+    rank) they cover every query row exactly once. `backward` yields partial gradients that the
+    caller sums.
     """
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, tile: Tile, scale: float
-    ) -> Iterator[Partial]: ...
+    def forward(self, x: Inputs, tile: Tile, scale: float) -> Iterator[Partial]: ...
 
     def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        tile: Tile,
-        scale: float,
+        self, x: BackwardInputs, tile: Tile, scale: float
     ) -> Iterator[PartialGradients]: ...
 
 

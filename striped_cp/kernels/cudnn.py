@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .base import Request
+from .base import BackwardInputs, Inputs, Request
 from .dense import DenseKernel, refuse_16_bit_cuda
 
 aten = torch.ops.aten
@@ -26,41 +26,28 @@ class CudnnKernel(DenseKernel):
             )
         return reason
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def attend(self, x: Inputs, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
-            query, key, value, None, True, 0.0, causal, False, scale=scale
+            *x, None, True, 0.0, causal, False, scale=scale
         )
-        return out, lse.view(query.shape[:3])  # some versions return (B, H, n, 1)
+        return out, lse.view(x.query.shape[:3])  # some versions return (B, H, n, 1)
 
     def attend_backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        scale: float,
+        self, x: BackwardInputs, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         # Without dropout the kernel reads no random state.
-        philox = torch.zeros((), dtype=torch.int64, device=query.device)
+        philox = torch.zeros((), dtype=torch.int64, device=x.query.device)
         return aten._scaled_dot_product_cudnn_attention_backward(
-            grad_out,
-            query,
-            key,
-            value,
-            out,
-            lse.contiguous().unsqueeze(-1),
+            x.grad_out,
+            *x[:4],
+            x.lse.contiguous().unsqueeze(-1),
             philox,
             philox,
             None,
             None,
             None,
-            query.shape[2],
-            key.shape[2],
+            x.query.shape[2],
+            x.key.shape[2],
             0.0,
             causal,
             scale=scale,

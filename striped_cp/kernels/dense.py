@@ -9,87 +9,58 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ..tiles import COUNT, K_LEN, K_START, Q_LEN, Q_START, ROW, Mask, Tile
-from .base import Partial, PartialGradients, Region, Request
+from ..blocks import COUNT, K_LEN, K_START, Q_LEN, Q_START, ROW, Mask
+from ..tiles import Tile
+from .base import BackwardInputs, Inputs, Partial, PartialGradients, Region, Request
 
 
 class DenseKernel(ABC):
     """Base of the kernels whose calls take whole blocks; subclasses supply the two calls."""
 
     @abstractmethod
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def attend(self, x: Inputs, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         """(out, lse) of one block; a causal block is square, row i sees keys j <= i."""
 
     @abstractmethod
     def attend_backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        scale: float,
+        self, x: BackwardInputs, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) of one block."""
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, tile: Tile, scale: float
-    ) -> Iterator[Partial]:
+    def forward(self, x: Inputs, tile: Tile, scale: float) -> Iterator[Partial]:
         for block in blocks(tile):
             # Calls of their own, here and below: a name in a generator would keep one block's
             # results until the next one's are there.
-            yield self._forward_block(query, key, value, *block, scale)
+            yield self._forward_block(x, *block, scale)
 
-    def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        tile: Tile,
-        scale: float,
-    ) -> Iterator[PartialGradients]:
+    def backward(self, x: BackwardInputs, tile: Tile, scale: float) -> Iterator[PartialGradients]:
         for block in blocks(tile):
-            yield self._backward_block(grad_out, query, key, value, out, lse, *block, scale)
+            yield self._backward_block(x, *block, scale)
 
     def _forward_block(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Mask,
-        rows: Region,
-        cols: Region,
-        scale: float,
+        self, x: Inputs, mask: Mask, rows: Region, cols: Region, scale: float
     ) -> Partial:
-        q, k, v = _take(mask, rows, query), _take(mask, cols, key), _take(mask, cols, value)
-        out, lse = self.attend(q, k, v, mask is not Mask.FULL, scale)
-        del q, k, v
+        query, key, value = x
+        out, lse = self.attend(
+            Inputs(_take(mask, rows, query), _take(mask, cols, key), _take(mask, cols, value)),
+            mask is not Mask.FULL,
+            scale,
+        )
         return Partial(rows, _give(mask, rows, out), _give(mask, rows, lse))
 
     def _backward_block(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Mask,
-        rows: Region,
-        cols: Region,
-        scale: float,
+        self, x: BackwardInputs, mask: Mask, rows: Region, cols: Region, scale: float
     ) -> PartialGradients:
-        g, q, o, m = (_take(mask, rows, x) for x in (grad_out, query, out, lse))
-        k, v = (_take(mask, cols, x) for x in (key, value))
-        dq, dk, dv = self.attend_backward(g, q, k, v, o, m, mask is not Mask.FULL, scale)
-        del g, q, o, m, k, v
+        dq, dk, dv = self.attend_backward(
+            BackwardInputs(
+                *(
+                    _take(mask, cols if name in ("key", "value") else rows, tensor)
+                    for name, tensor in x._asdict().items()
+                )
+            ),
+            mask is not Mask.FULL,
+            scale,
+        )
         return PartialGradients(
             rows, cols, _give(mask, rows, dq), _give(mask, cols, dk), _give(mask, cols, dv)
         )

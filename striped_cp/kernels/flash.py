@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..tiles import COUNT, K_LEN, K_START, Q_LEN, Q_START, ROW, Mask, Pass, Tile
-from .base import Partial, PartialGradients, Region, Request
+from ..blocks import COUNT, K_LEN, K_START, Q_LEN, Q_START, ROW, Mask, Pass
+from ..tiles import Tile
+from .base import BackwardInputs, Inputs, Partial, PartialGradients, Region, Request
 from .dense import DenseKernel, refuse_16_bit_cuda, rowwise_dense
 
 aten = torch.ops.aten
@@ -29,34 +30,24 @@ class FlashKernel(DenseKernel):
     def refuse(self, request: Request) -> str | None:
         return refuse_16_bit_cuda(request, max_head_dim=256)
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    def attend(self, x: Inputs, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        q, k, v = (tensor.transpose(1, 2) for tensor in x)
         out, lse, *_ = aten._flash_attention_forward(
             q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale
         )
         return out.transpose(1, 2), lse
 
     def attend_backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        scale: float,
+        self, x: BackwardInputs, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        g, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
+        q, k, v, o, g = (y.transpose(1, 2) for y in (*x[:4], x.grad_out))
         grads = aten._flash_attention_backward(
             g,
             q,
             k,
             v,
             o,
-            lse.contiguous(),
+            x.lse.contiguous(),
             None,
             None,
             q.shape[1],
@@ -69,42 +60,28 @@ class FlashKernel(DenseKernel):
         dq, dk, dv = (x.transpose(1, 2) for x in grads)
         return dq, dk, dv
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, tile: Tile, scale: float
-    ) -> Iterator[Partial]:
+    def forward(self, x: Inputs, tile: Tile, scale: float) -> Iterator[Partial]:
         if tile.documents is None:
-            yield from super().forward(query, key, value, tile, scale)
+            yield from super().forward(x, tile, scale)
             return
         for tile_pass in tile.passes:
-            yield _forward_pass(query, key, value, tile_pass, scale)
+            yield _forward_pass(x, tile_pass, scale)
 
-    def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        tile: Tile,
-        scale: float,
-    ) -> Iterator[PartialGradients]:
+    def backward(self, x: BackwardInputs, tile: Tile, scale: float) -> Iterator[PartialGradients]:
         if tile.documents is None:
-            yield from super().backward(grad_out, query, key, value, out, lse, tile, scale)
+            yield from super().backward(x, tile, scale)
             return
         for tile_pass in tile.passes:
-            yield _backward_pass(grad_out, query, key, value, out, lse, tile_pass, scale)
+            yield _backward_pass(x, tile_pass, scale)
 
 
 # Each pass is a call of its own, for the reason given in `DenseKernel.forward`.
 
 
-def _forward_pass(
-    query: Tensor, key: Tensor, value: Tensor, tile_pass: Pass, scale: float
-) -> Partial:
-    batch, heads, rows, _ = query.shape
-    plan = varlen_plan(tile_pass, batch, rows, query.device)
-    q, k, v = (_pack(x, plan.reverse) for x in (query, key, value))
+def _forward_pass(x: Inputs, tile_pass: Pass, scale: float) -> Partial:
+    batch, heads, rows, _ = x.query.shape
+    plan = varlen_plan(tile_pass, batch, rows, x.query.device)
+    q, k, v = (_pack(tensor, plan.reverse) for tensor in x)
     out, lse, *_ = aten._flash_attention_forward(
         q, k, v, *plan.arguments, 0.0, plan.causal, False, scale=scale
     )
@@ -118,20 +95,11 @@ def _forward_pass(
     )
 
 
-def _backward_pass(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    tile_pass: Pass,
-    scale: float,
-) -> PartialGradients:
-    batch, _, rows, _ = query.shape
-    plan = varlen_plan(tile_pass, batch, rows, query.device)
-    g, q, k, v, o = (_pack(x, plan.reverse) for x in (grad_out, query, key, value, out))
-    packed_lse = lse.transpose(0, 1).flatten(1)
+def _backward_pass(x: BackwardInputs, tile_pass: Pass, scale: float) -> PartialGradients:
+    batch, _, rows, _ = x.query.shape
+    plan = varlen_plan(tile_pass, batch, rows, x.query.device)
+    q, k, v, o, g = (_pack(tensor, plan.reverse) for tensor in (*x[:4], x.grad_out))
+    packed_lse = x.lse.transpose(0, 1).flatten(1)
     if plan.reverse:
         packed_lse = packed_lse.flip(1)
     grads = aten._flash_attention_backward(
@@ -148,7 +116,7 @@ def _backward_pass(
         scale=scale,
     )
     del g, q, k, v, o
-    dq, dk, dv = (_unpack(x.flip(0) if plan.reverse else x, batch) for x in grads)
+    dq, dk, dv = (_unpack(y.flip(0) if plan.reverse else y, batch) for y in grads)
     everything = Region(slice(None), 0, rows)
     return PartialGradients(everything, everything, dq, dk, dv)
 

@@ -16,7 +16,7 @@ from torch._C import _SetExcludeDispatchKeyGuard
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from ..tiles import Tile
-from .base import Partial, PartialGradients, Region, Request
+from .base import BackwardInputs, Inputs, Partial, PartialGradients, Region, Request
 from .dense import refuse_old_gpu
 
 BLOCK = 128
@@ -37,49 +37,33 @@ class FlexKernel:
             return f"head_dim must be at least 16, not {request.head_dim}"
         return None
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, tile: Tile, scale: float
-    ) -> Iterator[Partial]:
+    def forward(self, x: Inputs, tile: Tile, scale: float) -> Iterator[Partial]:
         if tile.passes:
-            out, lse = _attend(query, key, value, tile, scale)
-            yield Partial(Region(slice(None), 0, query.shape[2]), out, lse)
+            out, lse = _attend(x, tile, scale)
+            yield Partial(Region(slice(None), 0, x.query.shape[2]), out, lse)
 
-    def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        tile: Tile,
-        scale: float,
-    ) -> Iterator[PartialGradients]:
+    def backward(self, x: BackwardInputs, tile: Tile, scale: float) -> Iterator[PartialGradients]:
         if not tile.passes:
             return
-        q, k, v = leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+        leaves = Inputs(*(tensor.detach().requires_grad_() for tensor in x[:3]))
         # A custom op runs below autograd; what it differentiates itself needs autograd again.
         with torch.enable_grad(), _SetExcludeDispatchKeyGuard(_AUTOGRAD, False):
-            tile_out, tile_lse = _attend(q, k, v, tile, scale)
-        weight = torch.exp(tile_lse.detach() - lse)  # 0 where the tile shows a row nothing
-        grad = grad_out.to(weight.dtype)
-        grad_lse = weight * (grad * (tile_out.detach() - out)).sum(-1)
+            tile_out, tile_lse = _attend(leaves, tile, scale)
+        weight = torch.exp(tile_lse.detach() - x.lse)  # 0 where the tile shows a row nothing
+        grad = x.grad_out.to(weight.dtype)
+        grad_lse = weight * (grad * (tile_out.detach() - x.out)).sum(-1)
         grad_tile_out = (weight.unsqueeze(-1) * grad).to(tile_out.dtype)
         dq, dk, dv = torch.autograd.grad((tile_out, tile_lse), leaves, (grad_tile_out, grad_lse))
-        everything = Region(slice(None), 0, query.shape[2])
+        everything = Region(slice(None), 0, x.query.shape[2])
         yield PartialGradients(everything, everything, dq, dk, dv)
 
 
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, tile: Tile, scale: float
-) -> tuple[Tensor, Tensor]:
-    out, aux = _flex_attention(query.device.type)(
-        query,
-        key,
-        value,
-        block_mask=tile_block_mask(tile, query.device),
+def _attend(x: Inputs, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
+    out, aux = _flex_attention(x.query.device.type)(
+        *x,
+        block_mask=tile_block_mask(tile, x.query.device),
         scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
+        enable_gqa=x.query.shape[1] != x.key.shape[1],
         return_aux=AuxRequest(lse=True),
     )
     return out, aux.lse

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .base import Request
+from .base import BackwardInputs, Inputs, Request
 from .dense import DenseKernel
 
 
@@ -19,25 +19,16 @@ class ReferenceKernel(DenseKernel):
     def refuse(self, request: Request) -> str | None:
         return None
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        scores = _scores(query, key, causal, scale)
+    def attend(self, x: Inputs, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        scores = _scores(x.query, x.key, causal, scale)
         lse = scores.logsumexp(-1)
-        out = (scores - lse.unsqueeze(-1)).exp() @ _per_query_head(value, query)
-        return out.to(query.dtype), lse
+        out = (scores - lse.unsqueeze(-1)).exp() @ _per_query_head(x.value, x.query)
+        return out.to(x.query.dtype), lse
 
     def attend_backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        scale: float,
+        self, x: BackwardInputs, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, out, lse, grad_out = x
         dtype = lse.dtype
         probs = (_scores(query, key, causal, scale) - lse.unsqueeze(-1)).exp()
         grad = grad_out.to(dtype)

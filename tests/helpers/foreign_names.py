@@ -14,6 +14,8 @@ from tests import ROOT
 OURS = ("recipes", "striped_cp", "bench")
 # Calls that replace an attribute, by the last part of their name.
 _REPLACING = ("patch", "object", "setattr")
+# Public methods of a named tuple, whose fields own the other names.
+_NAMED_TUPLE = ("_asdict", "_replace")
 
 
 def product_files() -> list[Path]:
@@ -23,7 +25,10 @@ def product_files() -> list[Path]:
 
 def is_private(name: str) -> bool:
     """Whether a part of a dotted name is private."""
-    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+    return any(
+        part.startswith("_") and not part.startswith("__") and part not in _NAMED_TUPLE
+        for part in name.split(".")
+    )
 
 
 def is_foreign(name: str) -> bool:

@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from striped_cp import Documents, Layout
+from striped_cp.algorithm import attention_backward, attention_forward
 from striped_cp.kernels import KERNELS
+from striped_cp.kernels.base import BackwardInputs, Inputs
 from striped_cp.loopback import loopback
-from striped_cp.ring import Ring, attention_backward, attention_forward
+from striped_cp.ring import Ring
 from striped_cp.tiles import tiles_of_rank
 
 
@@ -57,8 +59,8 @@ def run_loopback(
         q, k, v, grad_out = (x[:, :, positions[ring.rank]] for x in inputs)
         tiles = tiles_of_rank(layout, seq_len, world_size, ring.rank, documents)
         options = (tiles, KERNELS[kernel], ring, scale, rotate_method)
-        out, lse = attention_forward(q, k, v, *options)
-        return out, *attention_backward(grad_out, q, k, v, out, lse, *options)
+        out, lse = attention_forward(Inputs(q, k, v), *options)
+        return out, *attention_backward(BackwardInputs(q, k, v, out, lse, grad_out), *options)
 
     by_rank = zip(*loopback(world_size, rank_main), strict=True)
     order = torch.cat(positions).argsort()

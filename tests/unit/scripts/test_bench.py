@@ -127,7 +127,7 @@ def test_correctness_check_finds_wrong_gradients(monkeypatch):
     [
         (["--heads", "3"], "--heads 3 must be a multiple of --kv-heads 2"),
         (["--documents", "3,4"], "--documents must sum to --seq-len 16384, not 7"),
-        (["--layouts", "zigzag"], "layout 'zigzag': allowed are striped, striped:BLOCK_SIZE"),
+        (["--layouts", "zigzag"], "layout 'zigzag': allowed are striped[:BLOCK_SIZE], headtail"),
         (["--seq-len", "17"], "sequence length 17 must be a positive multiple of 2"),
         (["--seq-len", "0"], "'0': allowed are positive integers"),
         (["--kernel", "flash"], "kernel = 'flash' cannot serve"),

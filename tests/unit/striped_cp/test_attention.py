@@ -78,7 +78,7 @@ def test_impossible_options_are_refused():
         with pytest.raises(ValueError, match=r"scale = .*: must be a finite number above 0"):
             ring_attention(q, k, v, mesh=None, scale=scale)
     for layout in ("striped", Striped, None):
-        with pytest.raises(ValueError, match=r"layout = .*allowed are Striped"):
+        with pytest.raises(ValueError, match=r"layout = .*must be a Layout"):
             ring_attention(q, k, v, mesh=None, layout=layout)
     with pytest.raises(ValueError, match="documents must be a Documents, not a list"):
         ring_attention(q, k, v, mesh=None, documents=[[0, 12]])

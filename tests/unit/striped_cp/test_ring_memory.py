@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from striped_cp import Contiguous, Documents, HeadTail, Striped
+from striped_cp.algorithm import attention_forward
 from striped_cp.kernels import KERNELS
+from striped_cp.kernels.base import Inputs
 from striped_cp.loopback import loopback
-from striped_cp.ring import Ring, attention_forward
+from striped_cp.ring import Ring
 from striped_cp.tiles import tiles_of_rank
 from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.loopback import random_inputs
@@ -26,7 +28,7 @@ def peak(layout, dtype, documents) -> float:
         q, k, v = (x.transpose(1, 2)[:, rows].transpose(1, 2) for x in inputs)
         tiles = tiles_of_rank(layout, seq_len, WORLD_SIZE, ring.rank, documents)
         with LiveBytes() as live:
-            attention_forward(q, k, v, tiles, KERNELS["cpu"], ring, 0.1, "ring")
+            attention_forward(Inputs(q, k, v), tiles, KERNELS["cpu"], ring, 0.1, "ring")
         # Views of the inputs were seen as well, and two buffers each for keys and values.
         return live.peak - sum(x.nbytes for x in (q, k, v)) - 2 * (k.nbytes + v.nbytes)
 

@@ -7,10 +7,12 @@ import torch
 
 from recipes.metrics.ring_clock import HostRingClock
 from striped_cp import RingObserver, Striped, observe, ring_attention
+from striped_cp.algorithm import attention_backward, attention_forward
 from striped_cp.kernels import KERNELS
+from striped_cp.kernels.base import BackwardInputs, Inputs
 from striped_cp.loopback import loopback
-from striped_cp.observe import observed
-from striped_cp.ring import Ring, attention_backward, attention_forward
+from striped_cp.observer import observed
+from striped_cp.ring import Ring
 from striped_cp.tiles import tiles_of_rank
 from tests.helpers.loopback import random_inputs
 
@@ -46,8 +48,10 @@ def watch(recorder: Recorder | None, rotate_method: str) -> tuple[torch.Tensor, 
         rows = layout.positions(seq_len, WORLD_SIZE, ring.rank)
         q, k, v, grad_out = (x[:, :, rows] for x in inputs)
         options = (tiles_of_rank(layout, seq_len, WORLD_SIZE, ring.rank), kernel, ring)
-        out, lse = attention_forward(q, k, v, *options, 0.3, rotate_method)
-        return out, *attention_backward(grad_out, q, k, v, out, lse, *options, 0.3, rotate_method)
+        out, lse = attention_forward(Inputs(q, k, v), *options, 0.3, rotate_method)
+        return out, *attention_backward(
+            BackwardInputs(q, k, v, out, lse, grad_out), *options, 0.3, rotate_method
+        )
 
     return loopback(WORLD_SIZE, rank_main)[0]
 

@@ -6,7 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from striped_cp import Contiguous, Documents, HeadTail, Layout, Striped
-from striped_cp.tiles import COUNT, K_LEN, K_START, Q_LEN, Q_START, ROW, Mask, Pass, tiles_of_rank
+from striped_cp.blocks import COUNT, K_LEN, K_START, Q_LEN, Q_START, ROW, Mask, Pass
+from striped_cp.tiles import tiles_of_rank
+from tests.helpers.own_layout import Snake
 
 
 def block_mask(mask: Mask, q_len: int, k_len: int) -> np.ndarray:
@@ -44,6 +46,7 @@ def cases(draw):
             st.builds(Striped, st.integers(2, 9)),
             st.just(HeadTail()),
             st.just(Contiguous()),
+            st.builds(Snake, st.integers(1, 3)),
         )
     )
     world_size = draw(st.sampled_from([1, 2, 3, 4, 5, 8]))

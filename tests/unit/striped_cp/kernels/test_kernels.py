@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from striped_cp import Contiguous, Documents, HeadTail, Striped
+from striped_cp.blocks import Mask
 from striped_cp.kernels import KERNELS, Request, choose_kernel, dense, flex
 from striped_cp.kernels.flash import packed_segments, varlen_plan
 from striped_cp.kernels.flex import tile_block_mask
-from striped_cp.tiles import Mask, tiles_of_rank
+from striped_cp.tiles import tiles_of_rank
 from tests.helpers.loopback import random_inputs, run_loopback
 from tests.helpers.reference import check_close, reference_gradients, visible_pairs
 from tests.unit.striped_cp.test_tiles import enumerate_pass
@@ -167,7 +168,8 @@ def test_flex_block_mask(layout, packed):
 def test_flex_backward_formula(monkeypatch):
     """The chain rule through the merge, with a differentiable stand-in for FlexAttention."""
 
-    def dense_attend(query, key, value, tile, scale):
+    def dense_attend(x, tile, scale):
+        query, key, value = x
         mask = tile_block_mask(tile, query.device).mask_mod
         rows = torch.arange(query.shape[2])
         b = torch.arange(query.shape[0])[:, None, None]
