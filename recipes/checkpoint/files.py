@@ -245,19 +245,17 @@ def read_whole(folder: Path) -> Metadata:
 
 def _check_shapes(folder: Path, metadata: Metadata, config: StripedJobConfig) -> None:
     # Imported late: the planner and other readers of settings need no model.
-    from recipes.models.llama3.args import FLAVORS
-    from recipes.models.llama3.model import Transformer
+    from recipes.models.decoder.args import model_args
+    from recipes.models.decoder.weights import native_shapes
 
-    with torch.device("meta"):
-        model = Transformer(FLAVORS[config.model.flavor])
     stored = metadata.state_dict_metadata
-    for name, parameter in model.named_parameters():
+    for name, shape in native_shapes(model_args(config)).items():
         entry = stored.get(name)
         if entry is None:
             raise ValueError(f"{folder}: {name} is missing, a checkpoint of another model")
         size = entry.size if isinstance(entry, TensorStorageMetadata) else None
-        if size != parameter.shape:
+        if size != shape:
             raise ValueError(
                 f"{folder}: {name} is {list(size or [])}, model.flavor = "
-                f'"{config.model.flavor}" has {list(parameter.shape)}'
+                f'"{config.model.flavor}" has {list(shape)}'
             )

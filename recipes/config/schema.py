@@ -19,11 +19,12 @@ from recipes.titan import job_config as titan
 
 @dataclass
 class Model(titan.Model):
-    name: Literal["llama3_striped"] = "llama3_striped"
-    """The one model of this project: LLaMA-3 with striped context parallelism"""
+    name: str = "llama3_striped"
+    """Family of the model: "llama3_striped", "qwen2_striped" or "qwen3_striped", each a folder of
+    recipes/models"""
 
-    flavor: Literal["debugmodel", "1B", "3B", "8B", "70B", "405B"] = "debugmodel"
-    """Size of the model"""
+    flavor: str = "debugmodel"
+    """Size of the model, as "8B"; those of a family stand in its folder"""
 
     hf_assets_path: Annotated[str, NOT_EMPTY] = "assets/tokenizer"
     """Folder with the tokenizer, and with Hugging Face weights where those are loaded"""

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from recipes.config.schema import StripedJobConfig, compiles_model
-from recipes.models.llama3.args import FLAVORS
+from recipes.models.registry import shape_of
 from recipes.parallel.ring import layout_of
 from recipes.titan import IGNORE_INDEX, ParallelDims
 from striped_cp import Documents, Layout, shard_sequence
@@ -55,6 +55,7 @@ class BatchSharder:
         self.pp_enabled = parallel_dims.pp_enabled
         self.compiled = compiles_model(job_config)
         self.flavor = job_config.model.flavor
+        self.vocab_size = shape_of(job_config).vocab_size
 
     def shard(self, input_dict: Mapping[str, torch.Tensor], labels: torch.Tensor) -> Microbatch:
         """
@@ -84,12 +85,11 @@ class BatchSharder:
         if not ids.numel():
             return
         least, most = (int(end) for end in ids.aminmax())
-        vocab_size = FLAVORS[self.flavor].vocab_size
-        if least < 0 or most >= vocab_size:
+        if least < 0 or most >= self.vocab_size:
             wrong = least if least < 0 else most
             raise ValueError(
-                f"token id {wrong} in the data, flavor {self.flavor} has 0 to {vocab_size - 1}: "
-                "the files are damaged or were tokenized for another model"
+                f"token id {wrong} in the data, flavor {self.flavor} has 0 to "
+                f"{self.vocab_size - 1}: the files are damaged or were tokenized for another model"
             )
 
     def _place(self, seq_len: int) -> torch.Tensor:

@@ -23,7 +23,7 @@ class ChunkedFeedForward(FeedForward):
         """(B, S/P, dim) to (B, S/P, dim).
 
         Under tensor parallelism each rank returns its part of a sum over the ranks, which is added
-        up once for all chunks (`recipes.models.llama3.tensor_parallel`): adding it up chunk by
+        up once for all chunks (`recipes.models.decoder.tensor_parallel`): adding it up chunk by
         chunk would spread every chunk, not the sequence, over the ranks.
         """
         feed_forward = super().forward

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from recipes.models.llama3.args import TransformerModelArgs
+from recipes.models.decoder.args import TransformerModelArgs
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Flops:
 
     @classmethod
     def of_model(cls, args: TransformerModelArgs, flops_per_token: float, seq_len: int) -> "Flops":
-        """From torchtitan's count (`get_dense_model_nparams_and_flops`, 0.2.2), S keys a token."""
-        per_pair = 12.0 * args.n_layers * args.n_heads * args.head_dim
+        """From the model's own count (`get_nparams_and_flops`), S keys a token."""
+        per_pair = 12.0 * args.n_layers * args.shape.query_dim
         return cls(flops_per_token - per_pair * seq_len, per_pair, seq_len)
 
     @property

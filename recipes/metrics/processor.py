@@ -36,7 +36,7 @@ from recipes.metrics.ring_clock import (
     ring_times,
 )
 from recipes.metrics.summary import Summary, Work
-from recipes.models.llama3.args import TransformerModelArgs
+from recipes.models.decoder.args import TransformerModelArgs
 from recipes.planner.log import plan_line, plan_of_run, plan_scalars, timeout_warning
 from recipes.titan import ParallelDims, device_type, logger
 from recipes.titan.patches import own_tensorboard_folder

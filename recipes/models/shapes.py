@@ -1,4 +1,4 @@
-"""Model shapes: parameters, matrix work and attention work of a LLaMA-style transformer.
+"""Model shapes: parameters, matrix work and attention work of a decoder.
 
 Counts are exact, so that a test can hold them against the modules that training builds.
 """
@@ -10,7 +10,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Dimensions of a decoder-only transformer with SwiGLU and grouped-query attention."""
+    """Dimensions of a decoder-only transformer with SwiGLU and grouped-query attention.
+
+    Attributes:
+        norm_eps: of every RMSNorm.
+        qk_norm: queries and keys of every head are normalised before they are rotated.
+        qkv_bias: the projections of query, key and value have a bias.
+        tied: the embedding is the output projection too.
+    """
 
     dim: int
     n_layers: int
@@ -19,6 +26,10 @@ class ModelShape:
     ffn_dim: int
     vocab_size: int
     head_dim: int = 128
+    norm_eps: float = 1e-5
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    tied: bool = False
 
     @property
     def query_dim(self) -> int:
@@ -42,8 +53,11 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one transformer block, its two norms included."""
-        return self.attention_matrix_parameters + self.mlp_matrix_parameters + 2 * self.dim
+        """Parameters of one transformer block, norms and biases included."""
+        vectors = 2 * self.dim
+        vectors += 2 * self.head_dim * self.qk_norm
+        vectors += (self.query_dim + 2 * self.kv_dim) * self.qkv_bias
+        return self.attention_matrix_parameters + self.mlp_matrix_parameters + vectors
 
     @property
     def embedding_parameters(self) -> int:
@@ -52,15 +66,19 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """Parameters of the whole model; embedding and output projection are two matrices."""
-        return 2 * self.embedding_parameters + self.n_layers * self.layer_parameters + self.dim
+        """Parameters of the whole model."""
+        ends = (1 if self.tied else 2) * self.embedding_parameters
+        return ends + self.n_layers * self.layer_parameters + self.dim
 
     def linear_flops_per_token(self) -> float:
-        """Training FLOPs per token outside attention: 6 per parameter, token embedding excluded.
+        """Training FLOPs per token outside attention: 6 per parameter that is multiplied with.
 
-        This is the linear term of torchtitan's `get_dense_model_nparams_and_flops` (0.2.2).
+        The token embedding is looked up, the output projection counts also where they are one
+        matrix. Otherwise this is the linear term of torchtitan's
+        `get_dense_model_nparams_and_flops` (0.2.2).
         """
-        return 6.0 * (self.parameters - self.embedding_parameters)
+        layers = self.n_layers * self.layer_parameters
+        return 6.0 * (layers + self.dim + self.embedding_parameters)
 
     def attention_forward_flops(self, pairs: float) -> float:
         """Forward FLOPs of one layer's attention over `pairs` visible (query, key) pairs.
@@ -71,20 +89,8 @@ class ModelShape:
         return 4.0 * self.query_dim * pairs
 
 
-# Meta's published dimensions: Llama 3 (arXiv 2407.21783, table 3) and Llama 3.2 for 1B and 3B. A
-# test holds them against the flavors that training builds.
-SHAPES: dict[str, ModelShape] = {
-    "debugmodel": ModelShape(128, 4, 8, 4, 384, 2048, head_dim=16),
-    "1B": ModelShape(2048, 16, 32, 8, 8192, 128256, head_dim=64),
-    "3B": ModelShape(3072, 28, 24, 8, 8192, 128256),
-    "8B": ModelShape(4096, 32, 32, 8, 14336, 128256),
-    "70B": ModelShape(8192, 80, 64, 8, 28672, 128256),
-    "405B": ModelShape(16384, 126, 128, 8, 53248, 128256),
-}
-
-
 def causal_pairs(seq_len: int) -> float:
-    """Visible (query, key) pairs of one causal document of `seq_len` tokens."""
+    """Visible pairs of one causal document of `seq_len` tokens."""
     return seq_len * (seq_len + 1) / 2
 
 

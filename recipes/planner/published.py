@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from recipes.models.shapes import SHAPES, ModelShape
+from recipes.models.llama3 import LLAMA3
+from recipes.models.shapes import ModelShape
 from recipes.planner.footprint import GIB, plan_memory
 from recipes.planner.hardware import GPUS, find_network_gb_s
 from recipes.planner.run import Levers, Run, check
 from recipes.planner.step_time import TimePlan, plan_time
 
+_LLAMA3 = LLAMA3.flavors
 TITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
 TRL = "TRL 1.13.0, examples/sft_qwen3_8b_1m_context and docs/source/long_context_training.md"
 ALST = "ALST, arXiv 2506.13996, ablation table"
@@ -73,7 +75,7 @@ _SELECTIVE = Levers(checkpointing="selective", loss_chunk_tokens=0)
 
 def _titan_8b(cp: int) -> Run:
     return Run(
-        SHAPES["8B"],
+        _LLAMA3["8B"],
         seq_len=32768 * cp,
         dp_shard=8 // cp,
         cp=cp,
@@ -88,7 +90,7 @@ def _titan_8b(cp: int) -> Run:
 
 def _titan_405b(cp: int) -> Run:
     return Run(
-        SHAPES["405B"],
+        _LLAMA3["405B"],
         seq_len=32768 * cp,
         local_batch=8,
         dp_shard=8 // cp,
@@ -105,9 +107,9 @@ def _titan_405b(cp: int) -> Run:
     )
 
 
-_8B_8K = Run(SHAPES["8B"], 8192, local_batch=2, dp_shard=8, levers=_SELECTIVE, compiled=True)
+_8B_8K = Run(_LLAMA3["8B"], 8192, local_batch=2, dp_shard=8, levers=_SELECTIVE, compiled=True)
 _70B_8K = Run(
-    SHAPES["70B"],
+    _LLAMA3["70B"],
     8192,
     local_batch=16,
     dp_shard=32,
@@ -201,7 +203,7 @@ PUBLISHED: tuple[Published, ...] = (
         "8B 1.1M, 8 GPUs, Ulysses 8",
         ALST,
         "h100",
-        Run(SHAPES["8B"], 1_100_000, cp=8, levers=_ALST, rotate_method="allgather"),
+        Run(_LLAMA3["8B"], 1_100_000, cp=8, levers=_ALST, rotate_method="allgather"),
         9 * 60 + 24,
         "s/step",
         remark="Ulysses planned as an all-gather ring; optimizer on the host, memory not reported",
@@ -210,7 +212,7 @@ PUBLISHED: tuple[Published, ...] = (
         "8B 2.4M, 8 GPUs, Ulysses 8",
         ALST,
         "h100",
-        Run(SHAPES["8B"], 2_400_000, cp=8, levers=_ALST_OFFLOAD, rotate_method="allgather"),
+        Run(_LLAMA3["8B"], 2_400_000, cp=8, levers=_ALST_OFFLOAD, rotate_method="allgather"),
         43 * 60 + 30,
         "s/step",
         remark="Ulysses planned as an all-gather ring; optimizer on the host, memory not reported",
@@ -220,7 +222,7 @@ PUBLISHED: tuple[Published, ...] = (
         HERD,
         "h100",
         Run(
-            SHAPES["405B"],
+            _LLAMA3["405B"],
             131072,
             local_batch=16,
             dp_shard=8,

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from recipes.config.schema import StripedJobConfig, compiles_model
-from recipes.models.shapes import SHAPES
+from recipes.models.registry import shape_of
 from recipes.parallel.degrees import gradient_accumulation, resolved_shard, stages_a_rank
 from recipes.planner.hardware import Gpu
 from recipes.planner.run import Levers, Run, check
@@ -58,7 +58,7 @@ def run_to_search(config: StripedJobConfig, gpus: int, gpu: Gpu) -> tuple[Run, i
 def _as_written(config: StripedJobConfig, gpu: Gpu, documents: tuple[int, ...]) -> Run:
     parallelism, training = config.parallelism, config.training
     _refuse_unmodelled(config)
-    shape = SHAPES[config.model.flavor]
+    shape = shape_of(config)
     return Run(
         shape,
         training.seq_len,

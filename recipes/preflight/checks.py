@@ -9,6 +9,7 @@ import os
 from recipes.config.schema import StripedJobConfig, compiles_model
 from recipes.config.types import CannotRun, InvalidSetting, toml
 from recipes.config.values import check_values
+from recipes.models.registry import MODELS, family_of, shape_of
 from recipes.parallel.degrees import (
     check_heads,
     check_length,
@@ -24,12 +25,22 @@ from recipes.preflight.levers import check_host_memory, check_memory
 def check_config(config: StripedJobConfig) -> None:
     """Check everything that the configuration says by itself."""
     check_values(config)
+    _check_names(config)
     _check_activation_checkpoint(config)
     _check_rope(config)
     _check_sequence(config)
     check_combinations(config)
     _check_tools(config)
     check_memory(config)
+
+
+def _check_names(config: StripedJobConfig) -> None:
+    name, flavor = config.model.name, config.model.flavor
+    if name not in MODELS:
+        raise InvalidSetting("model.name", name, "unknown value", ", ".join(map(toml, MODELS)))
+    if flavor not in MODELS[name].flavors:
+        allowed = ", ".join(map(toml, MODELS[name].flavors))
+        raise InvalidSetting("model.flavor", flavor, f"no size of {name}", allowed)
 
 
 def _check_activation_checkpoint(config: StripedJobConfig) -> None:
@@ -116,13 +127,12 @@ def check_launch(config: StripedJobConfig, world_size: int) -> None:
 
 
 def _check_model(config: StripedJobConfig) -> None:
-    # Imported late: torchtitan's models take long to import, and the planner needs none of them.
-    from recipes.models.llama3.args import FLAVORS
-    from recipes.models.llama3.rope import check_sequence_length
+    # Imported late: it imports torch.
+    from recipes.models.decoder.rope import check_sequence_length
 
-    flavor = FLAVORS[config.model.flavor]
-    check_sequence_length(config.rope, flavor.head_dim, config.training.seq_len)
-    check_heads(flavor.n_kv_heads, config.parallelism.tensor_parallel_degree)
+    shape, theta = shape_of(config), family_of(config).theta
+    check_sequence_length(config.rope, shape.head_dim, theta, config.training.seq_len)
+    check_heads(shape.n_kv_heads, config.parallelism.tensor_parallel_degree)
 
 
 def _check_files(config: StripedJobConfig) -> None:

@@ -8,6 +8,7 @@ docs/reference/parallelism.md.
 from recipes.config.schema import StripedJobConfig, compiles_model
 from recipes.config.types import InvalidSetting, toml
 from recipes.config.values import get
+from recipes.models.registry import shape_of
 from recipes.parallel.degrees import (
     SCHEDULE,
     check_microbatches,
@@ -89,11 +90,12 @@ def _check_zero_bubble(config: StripedJobConfig) -> None:
 
 def _check_stages(config: StripedJobConfig) -> None:
     """Check that every stage gets a part of the model, as torchtitan 0.2.2 deals it out."""
-    # Imported late: torchtitan's models take long to import, and the planner needs none of them.
-    from recipes.models.llama3.args import FLAVORS
-
-    layers = FLAVORS[config.model.flavor].n_layers
+    layers = shape_of(config).n_layers
     parallelism = config.parallelism
+    if shape_of(config).tied:
+        key, pp = "parallelism.pipeline_parallel_degree", parallelism.pipeline_parallel_degree
+        why = f"{config.model.flavor} has one matrix for both ends, which no one rank would hold"
+        raise InvalidSetting(key, pp, why, "1")
     parts = parallelism.module_fqns_per_model_part
     if parts is not None:
         _check_parts(config, parts, layers)

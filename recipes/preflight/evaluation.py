@@ -10,8 +10,8 @@ from recipes.data.tokens import Tokenizer
 from recipes.evaluation.evaluator import lengths_of, list_cases
 from recipes.evaluation.haystack import Encoder, Haystack
 from recipes.evaluation.tasks import TASKS
-from recipes.models.llama3.args import FLAVORS
-from recipes.models.llama3.rope import longest_sequence
+from recipes.models.decoder.rope import longest_sequence
+from recipes.models.registry import family_of, shape_of
 from recipes.preflight.weights import loads_hf
 
 # Held in memory: results of the samples, tokens of the texts.
@@ -30,7 +30,7 @@ def check_evaluation(config: StripedJobConfig) -> None:
     settings = config.evaluation
     _check_values(config)
     longest, rope = lengths_of(config)[-1], config.rope
-    reach = longest_sequence(rope, FLAVORS[config.model.flavor].head_dim)
+    reach = longest_sequence(rope, shape_of(config).head_dim, family_of(config).theta)
     if longest > max(reach, config.training.seq_len) and not rope.extrapolate:
         why = "longer than [rope] is meant for"
         allowed = f"at most {reach}, or rope.extrapolate = true"

@@ -13,7 +13,7 @@ from pathlib import Path
 from recipes.config.schema import StripedJobConfig
 from recipes.config.types import InvalidSetting
 from recipes.config.values import get
-from recipes.models.shapes import SHAPES
+from recipes.models.registry import shape_of
 
 _GB = 1e9
 _NAME_BYTES = 255  # of one name in a folder, on the file systems of Linux
@@ -87,7 +87,7 @@ def _check_room(config: StripedJobConfig, folder: Path) -> None:
 def checkpoint_bytes(config: StripedJobConfig) -> int:
     """Bytes of a full checkpoint: weights and Adam's two moments in training.dtype."""
     per_value = 2 if config.training.dtype == "bfloat16" else 4
-    return 3 * per_value * SHAPES[config.model.flavor].parameters
+    return 3 * per_value * shape_of(config).parameters
 
 
 def uses_ring(config: StripedJobConfig) -> bool:
@@ -105,7 +105,6 @@ def kernel_of(config: StripedJobConfig) -> str:
     # Imported late: they import torch.
     import torch
 
-    from recipes.models.llama3.args import FLAVORS
     from recipes.titan.cpu_host import is_cpu_host
     from striped_cp.kernels import choose_kernel
     from striped_cp.kernels.base import Request
@@ -113,7 +112,7 @@ def kernel_of(config: StripedJobConfig) -> str:
     request = Request(
         "cpu" if is_cpu_host() else "cuda",
         getattr(torch, config.training.mixed_precision_param),
-        FLAVORS[config.model.flavor].head_dim,
+        shape_of(config).head_dim,
         config.documents.mask,
     )
     try:

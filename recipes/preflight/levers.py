@@ -7,7 +7,7 @@ import os
 
 from recipes.config.schema import StripedJobConfig, compiles_model
 from recipes.config.types import InvalidSetting
-from recipes.models.shapes import SHAPES
+from recipes.models.registry import shape_of
 from recipes.parallel.degrees import stages_a_rank
 from recipes.planner.footprint import GIB, in_flight_microbatches, pinned_bytes
 from recipes.planner.run import Levers, Run
@@ -82,7 +82,7 @@ def check_host_memory(config: StripedJobConfig) -> None:
 def offloaded_bytes_per_rank(config: StripedJobConfig) -> float:
     """Host memory that the checkpoints of the fullest rank take."""
     parallelism, training = config.parallelism, config.training
-    shape = SHAPES[config.model.flavor]
+    shape = shape_of(config)
     run = Run(
         shape,
         training.seq_len,

@@ -1,16 +1,16 @@
 """Startup checks of Hugging Face weights and of the tokenizer: before any process group exists."""
 
 from pathlib import Path
-from typing import Any
 
 from recipes.checkpoint.files import branch_goes_on, exported_steps, finished_steps, under_way
 from recipes.config.schema import StripedJobConfig
 from recipes.config.types import InvalidSetting
 from recipes.data.tokens import Tokenizer
-from recipes.models.llama3.args import FLAVORS
-from recipes.models.llama3.model_config import check_numbers, mismatch
-from recipes.models.llama3.rope_config import FIELDS, max_positions, read_rope
-from recipes.models.llama3.state_dict_adapter import hf_shapes
+from recipes.models.decoder.args import model_args
+from recipes.models.decoder.config_json import check_numbers, mismatch
+from recipes.models.decoder.rope_config import FIELDS, max_positions, read_rope
+from recipes.models.decoder.weights import hf_shapes
+from recipes.models.registry import MODELS, family_of, shape_of
 from recipes.weights.folder import check_folder, read_json
 
 # A model's vocabulary may be rounded up to a multiple of this.
@@ -38,8 +38,7 @@ def check_weights(config: StripedJobConfig) -> None:
     if loads:
         check_config_json(config)
         folder = weights_folder(config)
-        tied = read_json(folder / "config.json").get("tie_word_embeddings", False) is True
-        check_folder(folder, {n: tuple(s) for n, s in hf_shapes(_flavor(config)).items()}, tied)
+        check_folder(folder, {n: tuple(s) for n, s in hf_shapes(model_args(config)).items()})
     else:
         take_rope(config)  # a run that goes on needs them too
     _check_tokenizer(config, loads)
@@ -83,7 +82,7 @@ def _check_settings(config: StripedJobConfig) -> None:
         if not getattr(checkpoint, name):
             continue
         if value is None:
-            why = "LLaMA-3 weights are loaded in floating point"
+            why = "weights are loaded in floating point"
             raise InvalidSetting(f"checkpoint.{name}", True, why, "false")
         if getattr(checkpoint, other) != value:
             why = f"has no effect while checkpoint.{other} is false"
@@ -117,10 +116,6 @@ def _check_resume(config: StripedJobConfig) -> None:
         raise InvalidSetting("checkpoint.load_step", checkpoint.load_step, why, allowed)
 
 
-def _flavor(config: StripedJobConfig) -> Any:
-    return FLAVORS[config.model.flavor]
-
-
 def _check_model(config: StripedJobConfig, folder: Path) -> None:
     if not (folder / "config.json").is_file():
         own = config.checkpoint.initial_load_path
@@ -129,11 +124,16 @@ def _check_model(config: StripedJobConfig, folder: Path) -> None:
         raise InvalidSetting(key, str(folder), "there is no config.json", allowed)
     hf = read_json(folder / "config.json")
     check_numbers(hf, folder / "config.json")
-    problem = mismatch(hf, _flavor(config))
+    problem = mismatch(hf, family_of(config), shape_of(config))
     if problem is None:
         return
-    fitting = [name for name, args in FLAVORS.items() if mismatch(hf, args) is None]
-    allowed = ", ".join(f'"{name}"' for name in fitting) or "no flavor fits these weights"
+    fitting = [
+        f'"{flavor}"' if name == config.model.name else f'"{flavor}" of model.name = "{name}"'
+        for name, family in MODELS.items()
+        for flavor, shape in family.flavors.items()
+        if mismatch(hf, family, shape) is None
+    ]
+    allowed = ", ".join(fitting) or "no flavor fits these weights"
     why = f"{folder / 'config.json'} says {problem}"
     raise InvalidSetting("model.flavor", config.model.flavor, why, allowed)
 
@@ -147,7 +147,7 @@ def _check_rope(config: StripedJobConfig) -> None:
     hf = read_json(path)
     check_numbers(hf, path)
     try:
-        theirs = read_rope(hf, rope, _flavor(config).head_dim)
+        theirs = read_rope(hf, rope, shape_of(config).head_dim, family_of(config).theta)
     except (AttributeError, TypeError):
         raise ValueError(f"{path}: its rope_parameters or rope_scaling cannot be read") from None
     except (KeyError, ValueError) as error:
@@ -183,7 +183,7 @@ def _check_tokenizer(config: StripedJobConfig, loads_hf: bool) -> None:
         why = f"no tokenizer can be read ({str(error).splitlines()[0]})"
         allowed = "a folder with tokenizer.json"
         raise InvalidSetting("model.hf_assets_path", path, why, allowed) from None
-    room = FLAVORS[flavor].vocab_size
+    room = shape_of(config).vocab_size
     # Without trained weights a small vocabulary is a choice; with them it is another model's.
     least = room - _VOCABULARY_PADDING + 1 if loads_hf and room > _VOCABULARY_PADDING else 1
     if not least <= size <= room:

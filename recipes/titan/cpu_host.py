@@ -13,14 +13,12 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 from unittest import mock
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 if TYPE_CHECKING:
@@ -58,28 +56,6 @@ def chosen() -> Iterator[None]:
     utils.get_peak_flops = lambda device_name: measured_peak_flops()  # type: ignore[attr-defined]
     profiling = importlib.import_module("torchtitan.tools.profiling")
     profiling.torch = TorchWithoutGpuProfiler()  # type: ignore[attr-defined]
-
-
-def use_sum_reductions(model: nn.Module) -> None:
-    """Let FSDP2 reduce gradients with SUM.
-
-    torchtitan 0.2.2 switches FSDP2's division off with `set_gradient_divide_factor(1.0)`, which
-    torch 2.13 turns into a PREMUL_SUM: "Cannot use ReduceOp.PREMUL_SUM with Gloo".
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)
-
-
-def offload_unpinned() -> AbstractContextManager[object]:
-    """While FSDP2 is applied: offloaded parameters lie in memory that is not pinned.
-
-    Pinning needs an accelerator: "Cannot access accelerator device when none is available".
-    """
-    from torchtitan.models.llama3.infra import parallelize
-
-    policy = functools.partial(CPUOffloadPolicy, pin_memory=False)
-    return mock.patch.object(parallelize, "CPUOffloadPolicy", policy)
 
 
 def init_weights_as_one(model: nn.Module, build: Callable[[], "ModelProtocol"]) -> None:

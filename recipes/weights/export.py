@@ -1,6 +1,5 @@
 """Folders that `transformers` loads: what stands beside the weights, and weights of checkpoints."""
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Iterable
@@ -18,28 +17,23 @@ from tqdm import tqdm
 from recipes.checkpoint.files import read_whole
 from recipes.config.schema import StripedJobConfig
 from recipes.data.tokens import Tokenizer
-from recipes.models.llama3.args import FLAVORS, TransformerModelArgs
-from recipes.models.llama3.model_config import model_fields
-from recipes.models.llama3.rope_config import FIELDS, max_positions, read_rope, write_rope
-from recipes.models.llama3.state_dict_adapter import (
+from recipes.models.decoder.args import model_args
+from recipes.models.decoder.config_json import model_fields
+from recipes.models.decoder.rope_config import FIELDS, max_positions, read_rope, write_rope
+from recipes.models.decoder.weights import (
     StateDictAdapter,
     file_numbers,
+    hf_name,
     hf_shapes,
     native_shapes,
 )
+from recipes.models.registry import family_of, shape_of
 from recipes.weights.folder import INDEX, read_json
 
 _TOKENIZER_FILES = (
     *("tokenizer.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
     *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json"),
 )
-
-
-def model_args(config: StripedJobConfig) -> TransformerModelArgs:
-    """The flavor, with what the job says."""
-    args = dataclasses.replace(FLAVORS[config.model.flavor])
-    args.update_from_config(config)
-    return args
 
 
 def finish_export(folder: Path, config: StripedJobConfig) -> None:
@@ -89,27 +83,25 @@ def hf_config(config: StripedJobConfig, source: dict[str, Any], dtype: str) -> d
         source: config.json of the folder the tokenizer is from, or empty. Its positions count
             where its RoPE settings were kept: training on shorter sequences takes none away.
     """
-    args, rope = model_args(config), config.rope
+    family, shape, rope = family_of(config), shape_of(config), config.rope
     tokenizer = Tokenizer(config.model.hf_assets_path)
     positions = config.training.seq_len
     if rope.scaling == "yarn":
         # Up to version 4.51 transformers takes the factor from these two lengths.
         positions = round(rope.scaling_factor * rope.original_max_position_embeddings)
     elif source:
-        theirs = read_rope(source, rope, args.head_dim)
+        theirs = read_rope(source, rope, shape.head_dim, family.theta)
         if all(getattr(rope, n) == getattr(theirs, n) for n in FIELDS[theirs.scaling]):
             positions = max(positions, max_positions(source))
     return {
-        "architectures": ["LlamaForCausalLM"],
-        **model_fields(args),
+        "architectures": [family.architecture],
+        **model_fields(family, shape),
         **write_rope(rope),
         "max_position_embeddings": positions,
         "bos_token_id": source.get("bos_token_id", tokenizer.bos_id),
         "eos_token_id": source.get("eos_token_id", tokenizer.eos_id),
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
-        "pretraining_tp": 1,
-        "tie_word_embeddings": False,
         "torch_dtype": dtype,
         "use_cache": True,
     }
@@ -135,7 +127,7 @@ def convert_checkpoint(
         raise ValueError(f"{folder}: {error.strerror}; name a new folder") from None
     adapter = StateDictAdapter(args, None)
     numbers = file_numbers(hf_shapes(args))
-    native_names = {_hf_name(adapter, name, shape): name for name, shape in stored.items()}
+    native_names = {hf_name(name): name for name in stored}
     count = max(numbers.values())
     weight_map, total = {}, 0
     for number in tqdm(range(1, count + 1), desc="files", disable=None):
@@ -172,11 +164,6 @@ def _stored_weights(
     if f"layers.{layers}.attention.wq.weight" in stored:
         raise ValueError(f"{checkpoint}: more than {layers} layers; is model.flavor the run's?")
     return weights
-
-
-def _hf_name(adapter: StateDictAdapter, name: str, stored: TensorStorageMetadata) -> str:
-    (hf_name,) = adapter.to_hf({name: torch.empty(stored.size, device="meta")})
-    return hf_name
 
 
 def _write_json(path: Path, value: Iterable) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from recipes.models.llama3.state_dict_adapter import EMBEDDING, HEAD
+from recipes.models.decoder.weights import HEAD
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -34,12 +34,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def check_folder(folder: Path, shapes: dict[str, tuple[int, ...]], tied: bool) -> None:
+def check_folder(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
     """Check that the weights of `shapes`, and no others, are in the folder, whole.
 
     Args:
         shapes: expected shapes by Hugging Face's names.
-        tied: whether the model's embedding is its output projection, which may be missing then.
 
     Raises:
         BadFolder: files missing or cut off, weights missing or of another model.
@@ -50,17 +49,20 @@ def check_folder(folder: Path, shapes: dict[str, tuple[int, ...]], tied: bool) -
             if name in found:
                 raise BadFolder(f"{file}: has {name}, as {found[name][0]} does; delete one of them")
             found[name] = (file.name, shape)
-    missing = [name for name in shapes if name not in found and not (tied and name == HEAD)]
+    missing = [name for name in shapes if name not in found]
     if missing:
         why = ", tie_word_embeddings is not true" if missing == [HEAD] else _more(missing)
         raise BadFolder(f"{folder}: {missing[0]} is missing{why}")
     # Old conversions carry a buffer for the rotary frequencies.
-    extra = [n for n in found if n not in shapes and not n.endswith("rotary_emb.inv_freq")]
+    # Some that tie the two ends write both; transformers does not read the second.
+    extra = [
+        n for n in found if n not in shapes and not n.endswith("rotary_emb.inv_freq") and n != HEAD
+    ]
     if extra:
         place = folder / found[extra[0]][0]
-        raise BadFolder(f"{place}: {extra[0]} is no weight of LLaMA-3{_more(extra)}")
+        raise BadFolder(f"{place}: {extra[0]} is no weight of the model{_more(extra)}")
     for name, shape in shapes.items():
-        file_name, stored = found.get(name, found[EMBEDDING])
+        file_name, stored = found[name]
         if stored != tuple(shape):
             place = folder / file_name
             raise BadFolder(f"{place}: {name} is {list(stored)}, the flavor has {list(shape)}")

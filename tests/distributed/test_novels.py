@@ -1,6 +1,5 @@
 """The six novels of the bundled corpus at 131,072 tokens, documents masked, memory bounded."""
 
-import dataclasses
 import os
 import resource
 from unittest import mock
@@ -11,7 +10,8 @@ import torch.distributed as dist
 from recipes.data.dataset import build_dataloader
 from recipes.data.samples import packing_stats
 from recipes.data.tokens import Tokenizer
-from recipes.models.llama3.args import FLAVORS
+from recipes.models.llama3 import LLAMA3
+from recipes.models.shapes import ModelShape
 from recipes.preflight import load_config
 from recipes.train import spec as train_spec
 from recipes.train.trainer import StripedTrainer
@@ -36,11 +36,8 @@ def test_packing_of_the_novels():
 
 def train_one_step(folder):
     """Loss, and the peak of this process's memory in MiB."""
-    tiny = dataclasses.replace(
-        FLAVORS["debugmodel"], dim=16, n_layers=1, n_heads=1, n_kv_heads=1, multiple_of=16
-    )
+    tiny = ModelShape(16, 1, 1, 1, 48, 2048, head_dim=16)
     os.environ["LOCAL_RANK"] = str(dist.get_rank())
-    train_spec.register()
     arguments = [
         *("--job.config_file", "train_configs/debug_cpu.toml", "--job.dump_folder", folder),
         *("--training.seq_len", str(SEQ_LEN), "--training.local_batch_size", "1"),
@@ -48,7 +45,8 @@ def train_one_step(folder):
         *("--comm.init_timeout_seconds", "1000", "--comm.train_timeout_seconds", "1000"),
         *("--metrics.no-enable-tensorboard",),
     ]
-    with mock.patch.dict(FLAVORS, debugmodel=tiny), mock.patch("time.sleep"):
+    with mock.patch.dict(LLAMA3.flavors, debugmodel=tiny), mock.patch("time.sleep"):
+        train_spec.register()
         trainer = StripedTrainer(load_config(arguments, dist.get_world_size()))
         seen = {}
         log = trainer.metrics_processor.log

@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 
-from recipes.models.llama3.model import Attention
+from recipes.models.decoder.model import Attention
 from tests.helpers.launch import run_ranks
 from tests.helpers.model_step import Step
 from tests.helpers.training import Job, Result, common, gradients, train

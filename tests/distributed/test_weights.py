@@ -8,9 +8,9 @@ import torch.distributed.checkpoint as dcp
 from torchtitan.components.checkpoint import ModelWrapper
 
 from recipes.data.batch import BatchSharder
-from recipes.models.llama3.state_dict_adapter import StateDictAdapter
+from recipes.models.decoder.weights import StateDictAdapter
 from striped_cp import unshard_sequence
-from tests.helpers.hf_models import ROPE, load_model, make_model, save_model
+from tests.helpers.hf_models import ROPE, load_model, make_model, name_settings, save_model
 from tests.helpers.launch import run_ranks
 from tests.helpers.model_step import Step
 
@@ -49,8 +49,14 @@ def errors(folder: str, *settings: str) -> tuple[float, float]:
 
 
 @torch.no_grad()
-def save_expected(folder: Path, rope: str, tied: bool, dtype: torch.dtype = torch.float32) -> None:
-    save_model(folder, make_model(rope, tied=tied).to(dtype))
+def save_expected(
+    folder: Path,
+    rope: str,
+    tied: bool,
+    dtype: torch.dtype = torch.float32,
+    name: str = "llama3_striped",
+) -> None:
+    save_model(folder, make_model(rope, name=name, tied=tied).to(dtype))
     model = load_model(folder)
     tokens = torch.randint(0, 2048, (2, SEQ_LEN), generator=torch.Generator().manual_seed(1))
     labels = torch.cat([tokens[:, 1:], torch.full((2, 1), -100)], dim=1)
@@ -65,12 +71,25 @@ def save_expected(folder: Path, rope: str, tied: bool, dtype: torch.dtype = torc
     assert logits.std() > 0.5  # else a small error would say little
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("rope", ROPE)
-def test_logits_and_loss_are_those_of_transformers(tmp_path: Path, rope: str, tied: bool) -> None:
-    save_expected(tmp_path, rope, tied)
+@pytest.mark.parametrize(
+    ("name", "rope", "tied"),
+    [
+        ("llama3_striped", "none", False),
+        ("llama3_striped", "llama3", True),
+        ("llama3_striped", "yarn", False),
+        ("qwen2_striped", "none", True),
+        ("qwen2_striped", "yarn", False),
+        ("qwen3_striped", "none", False),
+        ("qwen3_striped", "yarn", True),
+    ],
+)
+def test_logits_and_loss_are_those_of_transformers(
+    tmp_path: Path, name: str, rope: str, tied: bool
+) -> None:
+    save_expected(tmp_path, rope, tied, name=name)
     for degree in (1, 2, 4):
-        settings = (*ROPE[rope][1], "--parallelism.context_parallel_degree", str(degree))
+        settings = (*ROPE[rope][1], *name_settings(name, tied))
+        settings += ("--parallelism.context_parallel_degree", str(degree))
         for logits, loss in run_ranks(degree, errors, str(tmp_path), *settings):
             assert logits < TOLERANCE, degree
             assert loss < TOLERANCE, degree
@@ -78,7 +97,12 @@ def test_logits_and_loss_are_those_of_transformers(tmp_path: Path, rope: str, ti
 
 def test_half_precision_files_load_into_float32_weights(tmp_path: Path) -> None:
     save_expected(tmp_path, "llama3", tied=True, dtype=torch.bfloat16)
-    settings = (*ROPE["llama3"][1], "--parallelism.context_parallel_degree", "2")
+    settings = (
+        *ROPE["llama3"][1],
+        *name_settings(tied=True),
+        "--parallelism.context_parallel_degree",
+        "2",
+    )
     for logits, _ in run_ranks(2, errors, str(tmp_path), *settings):
         assert logits < TOLERANCE
 
@@ -92,16 +116,20 @@ def test_wrong_rope_settings_are_seen(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "degrees"),
+    ("name", "tied", "ranks", "degrees"),
     [
         # More ranks than key heads: the reordering of the rows crosses the shards.
-        (6, {"context": 3, "data_shard": 2}),
-        (4, {"context": 2, "tensor": 2}),
+        ("llama3_striped", True, 6, {"context": 3, "data_shard": 2}),
+        ("llama3_striped", False, 4, {"context": 2, "tensor": 2}),
+        ("qwen2_striped", False, 4, {"context": 2, "tensor": 2}),
+        ("qwen3_striped", True, 4, {"context": 2, "tensor": 2}),
     ],
 )
-def test_any_sharding_loads(tmp_path: Path, ranks: int, degrees: dict[str, int]) -> None:
-    save_expected(tmp_path, "llama3", tied=True)
-    settings = [*ROPE["llama3"][1], "--memory.loss_chunk_tokens", "0"]
+def test_any_sharding_loads(
+    tmp_path: Path, name: str, tied: bool, ranks: int, degrees: dict[str, int]
+) -> None:
+    save_expected(tmp_path, "llama3", tied, name=name)
+    settings = [*ROPE["llama3"][1], *name_settings(name, tied), "--memory.loss_chunk_tokens", "0"]
     settings.append("--parallelism.disable_loss_parallel")
     for name, degree in degrees.items():
         key = "data_parallel_shard" if name == "data_shard" else f"{name}_parallel"

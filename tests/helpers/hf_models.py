@@ -1,11 +1,20 @@
-"""Random tiny models made by `transformers`, of the shape of flavor "debugmodel"."""
+"""Random tiny models made by `transformers`, of the shape of the flavors "debugmodel"."""
 
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from tests import ROOT
 
@@ -50,9 +59,25 @@ ROPE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-def make_model(rope: str = "none", *, tied: bool = False, **changes: Any) -> LlamaForCausalLM:
+FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "llama3_striped": (LlamaConfig, LlamaForCausalLM, {"rms_norm_eps": 1e-5}),
+    "qwen2_striped": (Qwen2Config, Qwen2ForCausalLM, {"rms_norm_eps": 1e-6}),
+    "qwen3_striped": (Qwen3Config, Qwen3ForCausalLM, {"rms_norm_eps": 1e-6, "head_dim": 32}),
+}
+
+
+def name_settings(name: str = "llama3_striped", tied: bool = False) -> tuple[str, ...]:
+    """The settings of a run that name such a model."""
+    flavor = "debugmodel_tied" if tied else "debugmodel"
+    return "--model.name", name, "--model.flavor", flavor
+
+
+def make_model(
+    rope: str = "none", *, name: str = "llama3_striped", tied: bool = False, **changes: Any
+) -> PreTrainedModel:
     """8 query and 4 key heads, 4 layers; weights large enough for predictions to differ."""
     torch.manual_seed(0)
+    config_class, model_class, of_family = FAMILIES[name]
     settings: dict[str, Any] = {
         "hidden_size": 128,
         "intermediate_size": 384,
@@ -60,7 +85,6 @@ def make_model(rope: str = "none", *, tied: bool = False, **changes: Any) -> Lla
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
         "vocab_size": 2048,
-        "rms_norm_eps": 1e-5,
         "max_position_embeddings": 1024,
         "tie_word_embeddings": tied,
         "bos_token_id": 0,
@@ -68,11 +92,15 @@ def make_model(rope: str = "none", *, tied: bool = False, **changes: Any) -> Lla
         "initializer_range": 0.1,
         "rope_parameters": ROPE[rope][0],
     }
-    config = LlamaConfig(**(settings | changes))
-    return LlamaForCausalLM(config).eval()
+    model = model_class(config_class(**(settings | of_family | changes))).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # norms and biases, which begin at 1 and 0
+                parameter.add_(0.2 * torch.randn(parameter.shape))
+    return model
 
 
-def save_model(folder: Path, model: LlamaForCausalLM, max_shard_size: str = "5GB") -> Path:
+def save_model(folder: Path, model: PreTrainedModel, max_shard_size: str = "5GB") -> Path:
     """The folder as one downloads it: weights, config.json, tokenizer."""
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     for file in ("tokenizer.json", "tokenizer_config.json"):
@@ -80,7 +108,7 @@ def save_model(folder: Path, model: LlamaForCausalLM, max_shard_size: str = "5GB
     return folder
 
 
-def load_model(folder: Path) -> LlamaForCausalLM:
+def load_model(folder: Path) -> PreTrainedModel:
     """As a user loads it."""
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model.eval()

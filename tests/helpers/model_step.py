@@ -12,9 +12,9 @@ from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from recipes.config.schema import StripedJobConfig
 from recipes.data.batch import BatchSharder, plain_loss
 from recipes.memory.loss import build_loss
-from recipes.models.llama3.args import FLAVORS
-from recipes.models.llama3.model import Transformer
-from recipes.models.llama3.parallelize import parallelize_llama
+from recipes.models.decoder.args import model_args
+from recipes.models.decoder.model import Transformer
+from recipes.models.decoder.parallelize import parallelize
 from recipes.preflight import load_config
 
 WRAPPER_NAMES = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")
@@ -46,18 +46,17 @@ class Step:
         )
         self.dims.build_mesh()
         self.loss_fn = build_loss(self.config)
-        args = FLAVORS[self.config.model.flavor]
-        args.update_from_config(self.config)
+        args = model_args(self.config)
         with torch.device("meta"):
             model = Transformer(args)
         self.schedule = None
         if self.dims.pp_enabled:
             device = torch.device("cpu")
             self.schedule, self.parts, self.has_first, self.has_last = pipeline_llm(
-                model, self.dims, self.config, device, args, parallelize_llama, self.loss_fn
+                model, self.dims, self.config, device, args, parallelize, self.loss_fn
             )
         else:
-            self.parts = [parallelize_llama(model, self.dims, self.config)]
+            self.parts = [parallelize(model, self.dims, self.config)]
         for part in self.parts:
             part.to_empty(device="cpu")
             torch.manual_seed(0)

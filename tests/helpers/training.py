@@ -81,7 +81,7 @@ class Result:
 
 def make_trainer(job: Job) -> StripedTrainer:
     os.environ["LOCAL_RANK"] = "0"
-    if train_spec.NAME not in titan_train_spec._extra_train_specs:
+    if "llama3_striped" not in titan_train_spec._extra_train_specs:
         train_spec.register()
     arguments = [*BASE, "--job.dump_folder", job.folder, *job.settings]
     trainer = StripedTrainer(load_config(arguments, dist.get_world_size()))

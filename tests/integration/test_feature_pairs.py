@@ -51,7 +51,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     from recipes.data.prepare import Settings, prepare
 
     folder = tmp_path_factory.mktemp("features")
-    hf = save_model(folder / "hf", make_model("none", tied=True))
+    hf = save_model(folder / "hf", make_model("none"))
     jsonl = folder / "texts.jsonl"
     texts = [
         f"Text {i}. " + "It is a truth universally acknowledged. " * (i % 9) for i in range(200)

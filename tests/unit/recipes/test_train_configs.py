@@ -19,17 +19,17 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from recipes.checkpoint import files as checkpoint_files
 from recipes.memory import offload
-from recipes.models.llama3.args import FLAVORS
-from recipes.models.llama3.model import Transformer
-from recipes.models.llama3.parallelize import parallelize_llama
-from recipes.models.llama3.rope import attention_temperature, inverse_frequencies
+from recipes.models.decoder.args import model_args
+from recipes.models.decoder.model import Transformer
+from recipes.models.decoder.parallelize import parallelize
+from recipes.models.decoder.rope import attention_temperature, inverse_frequencies
 from recipes.planner.footprint import plan_memory
 from recipes.planner.hardware import GPUS
 from recipes.planner.settings import run_from_config
 from recipes.preflight import load_config
 from recipes.preflight import weights as checks
 from tests import ROOT
-from tests.unit.recipes.models.llama3.test_rope import hugging_face_config
+from tests.unit.recipes.models.decoder.test_rope import hugging_face_config
 
 REPOSITORY = ROOT
 RECIPES = sorted(p.stem for p in (REPOSITORY / "train_configs").glob("llama3_*.toml"))
@@ -102,8 +102,6 @@ def test_builds_for_its_ranks(name, tmp_path, monkeypatch):
     ranks = launched_ranks(name)
     config = load_config(["--job.config_file", str(path(name))], ranks)
     settings = config.parallelism
-    args = FLAVORS[config.model.flavor]
-    args.update_from_config(config)
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:
         dims = ParallelDims(
@@ -118,10 +116,10 @@ def test_builds_for_its_ranks(name, tmp_path, monkeypatch):
         )
         dims.build_mesh()
         with torch.device("meta"):
-            model = Transformer(args)
+            model = Transformer(model_args(config))
         # Recipes that compile do so at the first step; here it is the layout that counts.
         config.compile.enable = False
-        parallelize_llama(model, dims, config)
+        parallelize(model, dims, config)
     finally:
         dist.destroy_process_group()
     parameters = list(model.parameters())

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from recipes.config.schema import StripedJobConfig
-from recipes.models.llama3.args import FLAVORS
+from recipes.models.registry import MODELS
 from recipes.preflight import load_config
 from tests import ROOT
 
@@ -312,7 +312,9 @@ def test_every_recipe_is_valid() -> None:
         load_config(["--job.config_file", str(path)])
 
 
-def test_flavors_are_those_of_the_schema(tmp_path: Path) -> None:
-    for flavor in FLAVORS:
-        assert load(f'[model]\nflavor = "{flavor}"\n', tmp_path).model.flavor == flavor
-    assert len(FLAVORS) == 6
+def test_models_are_those_of_the_registry(tmp_path: Path) -> None:
+    for name, family in MODELS.items():
+        for flavor in family.flavors:
+            model = load(f'[model]\nname = "{name}"\nflavor = "{flavor}"\n', tmp_path).model
+            assert (model.name, model.flavor) == (name, flavor)
+    assert [len(family.flavors) for family in MODELS.values()] == [7, 9, 8]

@@ -10,9 +10,9 @@ import striped_cp.ops
 from recipes.config.schema import Memory
 from recipes.memory.activation_checkpoint import apply_activation_checkpointing
 from recipes.memory.offload import CheckpointOffload
-from recipes.models.llama3.args import FLAVORS
-from recipes.models.llama3.model import Transformer
+from recipes.models.decoder.model import Transformer
 from striped_cp import Documents
+from tests.helpers.models import flavor
 
 LAYERS, SEQ_LEN = 4, 64
 
@@ -20,7 +20,7 @@ LAYERS, SEQ_LEN = 4, 64
 def make_model(mlp_chunk_tokens=0, dtype=torch.float32):
     torch.manual_seed(0)
     args = dataclasses.replace(
-        FLAVORS["debugmodel"],
+        flavor("debugmodel"),
         dim=64,
         n_layers=LAYERS,
         vocab_size=100,

@@ -22,9 +22,9 @@ from recipes.metrics.positions import LossByPosition
 from recipes.metrics.progress import signs_of_life
 from recipes.metrics.ring_clock import HostRingClock
 from recipes.metrics.summary import Summary, Work
-from recipes.models.llama3.args import FLAVORS
 from recipes.preflight import load_config
 from recipes.titan.patches import own_tensorboard_folder
+from tests.helpers.models import flavor
 
 IGNORE = -100
 
@@ -33,14 +33,14 @@ def test_flops_of_both_conventions():
     # 8B: 7,504,924,672 parameters but for the token embedding (Llama 3, arXiv 2407.21783); 12 *
     # 32 layers * 4096 wide per pair. At 1M tokens half of the square is 0.86971e12 in all.
     per_token = 6 * 7_504_924_672 + 12 * 32 * 4096 * 2**20
-    flops = Flops.of_model(FLAVORS["8B"], per_token, 2**20)
+    flops = Flops.of_model(flavor("8B"), per_token, 2**20)
     assert flops.per_pair == 1_572_864
     assert flops.per_token_torchtitan == pytest.approx(1.6943e12, rel=1e-4)
     assert flops.per_token_causal((2**20 + 1) / 2) == pytest.approx(8.6966e11, rel=1e-4)
 
 
 def test_flops_are_those_of_torchtitan():
-    args = FLAVORS["debugmodel"]
+    args = flavor("debugmodel")
     model = nn.Module()
     model.tok_embeddings = nn.Embedding(2048, 128)
     model.rest = nn.Linear(1000, 1000, bias=False)

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from recipes.models.shapes import SHAPES, ModelShape, document_pairs
+from recipes.models.llama3 import LLAMA3
+from recipes.models.shapes import ModelShape, document_pairs
 from recipes.planner.footprint import (
     GIB,
     checkpoint_bytes,
@@ -27,7 +28,7 @@ from recipes.planner.step_time import bubble_share, kv_hop_bytes, plan_time, til
 H100 = GPUS["h100"]
 IB = find_network_gb_s("ib400")
 # 8B at 1M on 8 GPUs: 131,072 tokens a rank.
-RUN_1M = Run(SHAPES["8B"], 2**20, cp=8, levers=Levers(offload_checkpoints=True))
+RUN_1M = Run(LLAMA3.flavors["8B"], 2**20, cp=8, levers=Levers(offload_checkpoints=True))
 
 
 def lever(**changes) -> Run:
@@ -39,7 +40,7 @@ def lever(**changes) -> Run:
     [("8B", 8_030_261_248), ("70B", 70_553_706_496), ("405B", 405_853_388_800)],
 )
 def test_parameters_are_those_of_meta(flavor, parameters):
-    assert SHAPES[flavor].parameters == parameters
+    assert LLAMA3.flavors[flavor].parameters == parameters
 
 
 def test_flops_per_token_in_both_conventions():
@@ -52,7 +53,7 @@ def test_flops_per_token_in_both_conventions():
 
 def test_hop_of_the_exercise():
     # N = 128K, P = 8, 8 key/value heads of 128, bf16: K and V of 16,384 tokens.
-    run = Run(SHAPES["8B"], 131072, cp=8)
+    run = Run(LLAMA3.flavors["8B"], 131072, cp=8)
     assert kv_hop_bytes(run) == 67_108_864
     time = plan_time(run, H100, IB)
     assert time.forward_hop is not None
@@ -80,7 +81,7 @@ def test_checkpoints():
     assert checkpoint_bytes(RUN_1M) == 0
     assert plan_memory(RUN_1M).host == 32 * 4 * tokens * dim
     # 3B: 768 MiB each, of which torch makes pinned blocks of 1 GiB.
-    small = replace(RUN_1M, shape=SHAPES["3B"])
+    small = replace(RUN_1M, shape=LLAMA3.flavors["3B"])
     assert offloaded_bytes(small) == 2 * 768 * 2**20
     assert plan_memory(small).host == 28 * 2 * 2**30
     # torchtitan's selective "op": 31,744 elements a token and layer of 8B.
@@ -185,7 +186,7 @@ def test_fsdp_keeps_the_output_projection_gathered():
 )
 def test_pipeline(schedule, virtual_stages, microbatches, in_flight, bubble):
     run = Run(
-        SHAPES["8B"],
+        LLAMA3.flavors["8B"],
         8192,
         local_batch=microbatches,
         pp=4,
@@ -198,7 +199,7 @@ def test_pipeline(schedule, virtual_stages, microbatches, in_flight, bubble):
 
 
 def test_a_hop_hides_from_the_length_that_the_plan_names():
-    run = Run(SHAPES["8B"], 2**20, cp=32, levers=Levers())
+    run = Run(LLAMA3.flavors["8B"], 2**20, cp=32, levers=Levers())
     hop = plan_time(run, H100, IB).forward_hop
     assert hop is not None
     assert hop.hidden
@@ -212,8 +213,8 @@ def test_a_hop_hides_from_the_length_that_the_plan_names():
 
 
 def test_ring_inside_a_node_is_faster_than_across():
-    inside = plan_time(Run(SHAPES["8B"], 2**20, cp=8), H100, IB).forward_hop
-    across = plan_time(Run(SHAPES["8B"], 2**20, cp=4, tp=4), H100, IB).forward_hop
+    inside = plan_time(Run(LLAMA3.flavors["8B"], 2**20, cp=8), H100, IB).forward_hop
+    across = plan_time(Run(LLAMA3.flavors["8B"], 2**20, cp=4, tp=4), H100, IB).forward_hop
     assert inside is not None
     assert across is not None
     # Half of the bytes per token (tp 4, twice the tokens), over 45 instead of 396 GB/s.
@@ -235,7 +236,7 @@ def test_fp8_speeds_up_linear_layers_only():
 
 def test_packed_documents_count_visible_pairs_only():
     assert document_pairs((3, 2)) == 6 + 3
-    assert Run(SHAPES["8B"], 5, documents=(3, 2)).pairs == 9
+    assert Run(LLAMA3.flavors["8B"], 5, documents=(3, 2)).pairs == 9
 
 
 @pytest.mark.parametrize(
@@ -272,8 +273,8 @@ def test_every_gpu_plans_the_default_kernel(gpu):
 
 
 def test_a_block_saves_the_activations_that_the_planner_counts():
-    from recipes.models.llama3.args import TransformerModelArgs
-    from recipes.models.llama3.model import TransformerBlock
+    from recipes.models.decoder.args import TransformerModelArgs
+    from recipes.models.decoder.model import TransformerBlock
 
     tokens, dim = 512, 256
     args = TransformerModelArgs(dim=dim, n_layers=1, n_heads=4, n_kv_heads=2, multiple_of=64)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from recipes.models.shapes import SHAPES
+from recipes.models.llama3 import LLAMA3
 from recipes.planner.balance import slowest_pairs, with_documents
 from recipes.planner.hardware import GPUS, find_network_gb_s
 from recipes.planner.report import toml_text
@@ -45,7 +45,7 @@ def test_every_setting_arrives():
         "--memory.recompute_attention",
     )
     assert run == Run(
-        SHAPES["8B"],
+        LLAMA3.flavors["8B"],
         131072,
         local_batch=1,
         gradient_accumulation=2,
@@ -193,19 +193,19 @@ def test_toml_text():
 
 @pytest.mark.parametrize("layout", [Striped(), HeadTail(), Contiguous()], ids=lambda x: x.spec)
 def test_closed_forms_agree_with_the_tiles(layout):
-    run = Run(SHAPES["8B"], 8192, cp=4, layout=layout.spec.partition(":")[0])
+    run = Run(LLAMA3.flavors["8B"], 8192, cp=4, layout=layout.spec.partition(":")[0])
     assert tile_pairs(run) == pytest.approx(slowest_pairs(layout, run)[0], rel=1e-3)
 
 
 def test_documents_save_attention_time():
-    whole = Run(SHAPES["8B"], 8192, cp=4)
-    packed = with_documents(Run(SHAPES["8B"], 8192, cp=4, documents=(4096, 4096)))
+    whole = Run(LLAMA3.flavors["8B"], 8192, cp=4)
+    packed = with_documents(Run(LLAMA3.flavors["8B"], 8192, cp=4, documents=(4096, 4096)))
     seconds = [plan_time(run, H100, IB).parts["attention kernels"] for run in (whole, packed)]
     assert seconds[1] == pytest.approx(seconds[0] / 2, rel=2e-3)
 
 
 def test_replication_costs_an_all_reduce():
-    one_node = Run(SHAPES["8B"], 8192, dp_shard=8)
-    eight_nodes = Run(SHAPES["8B"], 8192, dp_shard=8, dp_replicate=8)
+    one_node = Run(LLAMA3.flavors["8B"], 8192, dp_shard=8)
+    eight_nodes = Run(LLAMA3.flavors["8B"], 8192, dp_shard=8, dp_replicate=8)
     exposed = [plan_time(run, H100, IB).parts["exposed FSDP"] for run in (one_node, eight_nodes)]
     assert exposed[1] > exposed[0]

@@ -13,12 +13,12 @@ import torch.distributed.checkpoint as dcp
 
 from recipes.data.shards import MANIFEST, write_json, write_shard
 from recipes.launch import main
-from recipes.models.llama3.args import FLAVORS
-from recipes.models.llama3.model import Transformer
+from recipes.models.decoder.model import Transformer
 from recipes.preflight import load_config
 from recipes.titan import cpu_host
 from striped_cp.kernels import dense
 from tests import ROOT
+from tests.helpers.models import flavor
 
 RECIPE = "train_configs/debug_cpu.toml"
 
@@ -232,9 +232,7 @@ def test_a_gpu_that_is_too_old_for_every_fast_kernel(monkeypatch, capfd) -> None
 def checkpoint(tmp_path_factory) -> Path:
     """A finished checkpoint of the debug model, step 4."""
     folder = tmp_path_factory.mktemp("saved") / "checkpoint" / "step-4"
-    weights = {
-        name: p.detach() for name, p in Transformer(FLAVORS["debugmodel"]).named_parameters()
-    }
+    weights = {name: p.detach() for name, p in Transformer(flavor("debugmodel")).named_parameters()}
     dcp.save({**weights, "train_state": {"step": 4}}, checkpoint_id=folder)
     return folder
 
@@ -281,7 +279,7 @@ def damage(folder: Path, how: str) -> None:
             shutil.rmtree(folder)
             dcp.save(weights, checkpoint_id=folder)
         case "another flavor":
-            model = Transformer(FLAVORS["debugmodel"])
+            model = Transformer(flavor("debugmodel"))
             weights = {name: p.detach()[:1] for name, p in model.named_parameters()}
             shutil.rmtree(folder)
             dcp.save(weights, checkpoint_id=folder)
@@ -324,9 +322,7 @@ def test_checkpoints_that_are_not_there(monkeypatch, capfd, resumed) -> None:
 
 def test_a_checkpoint_without_optimizer_cannot_be_resumed(monkeypatch, capfd, resumed) -> None:
     folder, args = resumed
-    weights = {
-        name: p.detach() for name, p in Transformer(FLAVORS["debugmodel"]).named_parameters()
-    }
+    weights = {name: p.detach() for name, p in Transformer(flavor("debugmodel")).named_parameters()}
     shutil.rmtree(folder)
     dcp.save(weights, checkpoint_id=folder)
     assert "holds weights only" in refusal(monkeypatch, capfd, *args)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from recipes.models.llama3.args import FLAVORS
-from recipes.models.llama3.model_config import model_fields
+from recipes.models.decoder.config_json import model_fields
+from recipes.models.registry import family_of, shape_of
 from recipes.preflight import load_config
 from recipes.preflight.weights import check_config_json
 from tests.helpers.hf_models import ROPE, make_model, save_model
@@ -213,7 +213,7 @@ FROM_WEIGHTS = [
 def test_shipped_recipes_fit_the_weights_they_name(path: Path, tmp_path: Path) -> None:
     config = load_config(["--job.config_file", str(path), "--model.hf_assets_path", str(tmp_path)])
     of_weights = LLAMA3 if "staged" in path.name else LLAMA31
-    fields = model_fields(FLAVORS[config.model.flavor])
+    fields = model_fields(family_of(config), shape_of(config))
     (tmp_path / "config.json").write_text(json.dumps(fields | of_weights))
     check_config_json(config)
     config.rope.on_mismatch = "refuse"

@@ -20,8 +20,6 @@ import torch
 
 from recipes.config.schema import Rope
 
-# Llama-3 was pre-trained at 8192 tokens with this theta (arXiv 2407.21783, section 3.2).
-LLAMA3_THETA = 500_000.0
 # Meta trains 131072 = 2 * 8 * 8192 tokens with scaling factor 8 (Llama-3.1).
 LLAMA3_REACH = 2.0
 
@@ -93,32 +91,35 @@ def rotations(rope: Rope, head_dim: int, positions: torch.Tensor) -> torch.Tenso
     return torch.polar(radius.expand_as(turn), turn)
 
 
-def apply_rotations(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-    """Rotate neighbouring pairs (x0, x1), (x2, x3), ...: the layout of Meta's checkpoints.
+def apply_rotations(x: torch.Tensor, rotation: torch.Tensor, halves: bool) -> torch.Tensor:
+    """Rotate the pairs of every head.
 
     Args:
         x: (B, S/P, H, D), any float dtype.
         rotation: complex64 (1 or B, S/P, 1, D / 2).
+        halves: (x0, x[D/2]), (x1, x[D/2 + 1]), ... as in transformers; otherwise neighbours
+            (x0, x1), (x2, x3), ..., the layout of Meta's checkpoints.
 
     Returns:
         (B, S/P, H, D) in the dtype of x; the product is taken in float32.
     """
-    first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
+    first, second = x.chunk(2, dim=-1) if halves else x.unflatten(-1, (-1, 2)).unbind(-1)
     # Real numbers: torch.compile makes no fused code of complex ones (torch 2.13).
     cos, sin = torch.view_as_real(rotation).unbind(-1)
     turned = (first * cos - second * sin).type_as(x), (first * sin + second * cos).type_as(x)
-    return torch.stack(turned, dim=-1).flatten(-2)
+    return torch.cat(turned, dim=-1) if halves else torch.stack(turned, dim=-1).flatten(-2)
 
 
-def longest_sequence(rope: Rope, head_dim: int) -> int:
+def longest_sequence(rope: Rope, head_dim: int, pretrained_theta: float) -> int:
     """Tokens up to which these settings are meant to be trained or used.
 
     `original_max_position_embeddings`, times the scaling factor (twice that for "llama3": see
-    LLAMA3_REACH), times what a theta above Llama-3's stretches: NTK-aware scaling solved for the
-    length, (theta / 500000) ** ((D - 2) / D) (arXiv 2309.00071, equation 14). A smaller
-    theta is that of another pre-training, whose length `original_max_position_embeddings` is.
+    LLAMA3_REACH), times what a theta above that of pre-training stretches: NTK-aware scaling solved
+    for the length, (theta / pretrained_theta) ** ((D - 2) / D) (arXiv 2309.00071, equation 14). A
+    smaller theta is that of another pre-training, whose length `original_max_position_embeddings`
+    is.
     """
-    stretch = max(rope.theta / LLAMA3_THETA, 1.0) ** ((head_dim - 2) / head_dim)
+    stretch = max(rope.theta / pretrained_theta, 1.0) ** ((head_dim - 2) / head_dim)
     if rope.scaling == "llama3":
         stretch *= LLAMA3_REACH * rope.scaling_factor
     elif rope.scaling == "yarn":
@@ -126,13 +127,13 @@ def longest_sequence(rope: Rope, head_dim: int) -> int:
     return round(rope.original_max_position_embeddings * stretch)
 
 
-def check_sequence_length(rope: Rope, head_dim: int, seq_len: int) -> None:
+def check_sequence_length(rope: Rope, head_dim: int, pretrained_theta: float, seq_len: int) -> None:
     """Refuse sequences that the settings were never meant for.
 
     Raises:
         ValueError: unless rope.extrapolate says that this is wanted.
     """
-    longest = longest_sequence(rope, head_dim)
+    longest = longest_sequence(rope, head_dim, pretrained_theta)
     if seq_len > longest and not rope.extrapolate:
         raise ValueError(
             f"training.seq_len = {seq_len} is longer than the {longest} tokens that [rope] is "

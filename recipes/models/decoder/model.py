@@ -1,4 +1,7 @@
-"""torchtitan's LLaMA-3 whose attention sees documents and knows the positions of its tokens.
+"""A decoder whose attention sees documents and knows the positions of its tokens.
+
+torchtitan's LLaMA-3, with heads of any width, and where a family has them norms of queries and
+keys, biases of their projections, and an embedding that is the output projection too.
 
 Parameter names are torchtitan's, so its checkpoints and its Hugging Face adapter fit. In shapes: B
 batch, S sequence, P context-parallel ranks, H heads of this rank, D head dimension.
@@ -15,8 +18,8 @@ from torchtitan.models.llama3.model import model as titan
 from recipes.memory.loss import LossHead
 from recipes.memory.mlp import ChunkedFeedForward
 from recipes.memory.offload import CheckpointOffload
-from recipes.models.llama3.args import TransformerModelArgs
-from recipes.models.llama3.rope import apply_rotations, rotations
+from recipes.models.decoder.args import TransformerModelArgs
+from recipes.models.decoder.rope import apply_rotations, rotations
 from recipes.titan import cpu_host
 from striped_cp import Documents, RingAttention
 
@@ -50,7 +53,27 @@ class InnerAttention(ScaledDotProductAttentionWrapper):
 class Attention(titan.Attention):
     def __init__(self, model_args: TransformerModelArgs) -> None:
         super().__init__(model_args)
+        shape = model_args.shape
+        self.head_dim = shape.head_dim
+        self.rotates_halves = model_args.family.rotates_halves
+        self.wq = nn.Linear(shape.dim, shape.query_dim, bias=shape.qkv_bias)
+        self.wk = nn.Linear(shape.dim, shape.kv_dim, bias=shape.qkv_bias)
+        self.wv = nn.Linear(shape.dim, shape.kv_dim, bias=shape.qkv_bias)
+        self.wo = nn.Linear(shape.query_dim, shape.dim, bias=False)
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(shape.head_dim, eps=shape.norm_eps) if shape.qk_norm else nn.Identity()
+            for _ in range(2)
+        )
         self.inner_attention = InnerAttention(model_args.kernel)
+
+    def init_weights(self, init_std: float) -> None:
+        super().init_weights(init_std)
+        for projection in (self.wq, self.wk, self.wv):
+            if projection.bias is not None:
+                nn.init.zeros_(projection.bias)
+        for norm in (self.q_norm, self.k_norm):
+            if isinstance(norm, nn.RMSNorm):
+                norm.reset_parameters()
 
     def forward(
         self,
@@ -74,7 +97,10 @@ class Attention(titan.Attention):
         query = self.wq(x).view(batch, length, -1, self.head_dim)
         key = self.wk(x).view(batch, length, -1, self.head_dim)
         value = self.wv(x).view(batch, length, -1, self.head_dim)
-        query, key = apply_rotations(query, rotation), apply_rotations(key, rotation)
+        query, key = (
+            apply_rotations(norm(x), rotation, self.rotates_halves)
+            for norm, x in ((self.q_norm, query), (self.k_norm, key))
+        )
         out_BHSD = self.inner_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),
@@ -109,8 +135,19 @@ class Transformer(titan.Transformer):
         self.offload = CheckpointOffload() if memory.offload_checkpoints else None
         if memory.loss_chunk_tokens:
             self.output = LossHead(model_args.dim, model_args.vocab_size, memory.loss_chunk_tokens)
+        self.tie()
+
+    def tie(self) -> None:
+        """Make the two ends one parameter, where the family does.
+
+        Needed again after what gives every module parameters of its own: tensor parallelism, and
+        `to_empty` of a model on the meta device.
+        """
+        if self.model_args.shape.tied:
+            self.output.weight = self.tok_embeddings.weight
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
+        self.tie()
         if cpu_host.is_cpu_host() and any(isinstance(p, DTensor) for p in self.parameters()):
             cpu_host.init_weights_as_one(self, lambda: Transformer(self.model_args))
         else:
@@ -141,7 +178,7 @@ class Transformer(titan.Transformer):
         hidden = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        rotation = rotations(self.model_args.rope, self.model_args.head_dim, positions)
+        rotation = rotations(self.model_args.rope, self.model_args.shape.head_dim, positions)
         if self.offload is not None:
             self.offload.start()
         for block in self.layers.values():

@@ -1,22 +1,28 @@
-"""Sizes of the model, and what of the job's configuration its modules need."""
+"""A model's sizes as torchtitan takes them, and what of the job's settings its modules need."""
 
 from dataclasses import dataclass, field
 
+from torch import nn
 from torchtitan.models.llama3.model import args as titan
 
 from recipes.config.schema import Memory, Rope, StripedJobConfig
-from recipes.models.shapes import SHAPES, ModelShape
+from recipes.models.family import ModelFamily
+from recipes.models.registry import family_of, shape_of
+from recipes.models.shapes import ModelShape
 from recipes.titan import JobConfig
 
 
 @dataclass
 class TransformerModelArgs(titan.TransformerModelArgs):
-    """torchtitan's, with the `[rope]` section in place of its fixed scaling, and `[memory]`."""
+    """torchtitan's, with the shape of the model and the `[rope]` and `[memory]` sections."""
 
     rope_scaling_args: None = None
     rope: Rope = field(default_factory=Rope)
     memory: Memory = field(default_factory=Memory)
     kernel: str = "auto"
+    # Set by `args_of`; defaults only because those above have some.
+    shape: ModelShape = None  # type: ignore[assignment]
+    family: ModelFamily = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         """Refuse torchtitan's choices of attention: the model runs the ring whatever they say."""
@@ -37,12 +43,19 @@ class TransformerModelArgs(titan.TransformerModelArgs):
         self.rope_theta = job_config.rope.theta
         self.kernel = job_config.striped_cp.kernel
 
-    @property
-    def head_dim(self) -> int:
-        return self.dim // self.n_heads
+    def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
+        """Parameters, and training FLOPs per token with the full square of attention.
+
+        torchtitan's own (0.2.2) takes dim / heads for the width of a head, and leaves out an output
+        projection that is the embedding.
+        """
+        shape = self.shape
+        attention = 3 * shape.n_layers * shape.attention_forward_flops(seq_len)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        return parameters, int(shape.linear_flops_per_token() + attention)
 
 
-def _args(shape: ModelShape) -> TransformerModelArgs:
+def args_of(family: ModelFamily, shape: ModelShape) -> TransformerModelArgs:
     # torchtitan rounds 8/3 dim up to a multiple of `multiple_of`: one times, for every shape here.
     return TransformerModelArgs(
         dim=shape.dim,
@@ -51,7 +64,14 @@ def _args(shape: ModelShape) -> TransformerModelArgs:
         n_kv_heads=shape.n_kv_heads,
         vocab_size=shape.vocab_size,
         multiple_of=shape.ffn_dim,
+        norm_eps=shape.norm_eps,
+        shape=shape,
+        family=family,
     )
 
 
-FLAVORS = {name: _args(shape) for name, shape in SHAPES.items()}
+def model_args(config: StripedJobConfig) -> TransformerModelArgs:
+    """The run's model, with what the job says."""
+    args = args_of(family_of(config), shape_of(config))
+    args.update_from_config(config)
+    return args

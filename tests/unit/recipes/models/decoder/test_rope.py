@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from recipes.models.llama3.rope import (
+from recipes.models.decoder.rope import (
     apply_rotations,
     attention_temperature,
     check_sequence_length,
@@ -17,6 +17,7 @@ from recipes.models.llama3.rope import (
     longest_sequence,
     rotations,
 )
+from recipes.models.llama3 import LLAMA3
 
 HEAD_DIM = 128
 
@@ -108,7 +109,8 @@ def test_rotation_equals_hugging_face(name, rows):
     settings = SETTINGS[name]
     x = torch.randn(2, 6, 4, HEAD_DIM)
     positions = torch.tensor([[0, 3, 6, 9, 300, 4095], [1, 2, 3, 0, 1, 2]])[:rows]
-    interleaved = apply_rotations(x, rotations(settings, HEAD_DIM, positions))
+    rotation = rotations(settings, HEAD_DIM, positions)
+    interleaved = apply_rotations(x, rotation, halves=False)
 
     embedding = LlamaRotaryEmbedding(hugging_face_config(settings))
     cos, sin = embedding(x, positions.expand(2, -1))
@@ -117,6 +119,10 @@ def test_rotation_equals_hugging_face(name, rows):
     expected = expected.transpose(1, 2).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
     # Hugging Face's float32 angles are off by up to 4095 * 2**-24 rad.
     torch.testing.assert_close(interleaved, expected, rtol=0, atol=2e-3)
+
+    expected, _ = apply_rotary_pos_emb(x.transpose(1, 2), x.transpose(1, 2), cos, sin)
+    own_order = apply_rotations(x, rotation, halves=True)
+    torch.testing.assert_close(own_order, expected.transpose(1, 2), rtol=0, atol=2e-3)
 
 
 def test_far_positions_are_exact():
@@ -136,7 +142,7 @@ def test_rotation_is_relative():
 
     def score(query_position, key_position):
         def rotate(x, p):
-            return apply_rotations(x, rotations(rope(), HEAD_DIM, torch.tensor([[p]])))
+            return apply_rotations(x, rotations(rope(), HEAD_DIM, torch.tensor([[p]])), False)
 
         return (rotate(q, query_position) * rotate(k, key_position)).sum()
 
@@ -154,7 +160,7 @@ def test_only_local_positions_are_computed():
 
 def test_bfloat16_activations_keep_their_dtype():
     x = torch.randn(1, 4, 2, 16).bfloat16()
-    out = apply_rotations(x, rotations(rope(), 16, torch.arange(4)[None]))
+    out = apply_rotations(x, rotations(rope(), 16, torch.arange(4)[None]), halves=False)
     assert out.dtype == torch.bfloat16
     assert torch.equal(out[:, 0], x[:, 0])
 
@@ -171,14 +177,16 @@ def test_bfloat16_activations_keep_their_dtype():
     ],
 )
 def test_longest_sequence(settings, longest):
-    assert longest_sequence(settings, HEAD_DIM) == pytest.approx(longest, rel=1e-3)
-    check_sequence_length(settings, HEAD_DIM, longest_sequence(settings, HEAD_DIM))
+    assert longest_sequence(settings, HEAD_DIM, LLAMA3.theta) == pytest.approx(longest, rel=1e-3)
+    check_sequence_length(
+        settings, HEAD_DIM, LLAMA3.theta, longest_sequence(settings, HEAD_DIM, LLAMA3.theta)
+    )
 
 
 def test_longer_sequences_are_refused_unless_wanted():
     with pytest.raises(ValueError, match=r"seq_len = 1048576 .* 131072 .*rope\.extrapolate = true"):
-        check_sequence_length(rope(), HEAD_DIM, 2**20)
-    check_sequence_length(rope(extrapolate=True), HEAD_DIM, 2**20)
+        check_sequence_length(rope(), HEAD_DIM, LLAMA3.theta, 2**20)
+    check_sequence_length(rope(extrapolate=True), HEAD_DIM, LLAMA3.theta, 2**20)
 
 
 def test_published_lengths_are_within_reach():
@@ -188,5 +196,5 @@ def test_published_lengths_are_within_reach():
         (8e6, 65_536), (1.28e8, 524_288),
     ]  # fmt: skip
     for theta, length in published:
-        check_sequence_length(rope(scaling="none", theta=theta), HEAD_DIM, length)
-    assert math.isclose(longest_sequence(rope(scaling="none"), HEAD_DIM), 8192)
+        check_sequence_length(rope(scaling="none", theta=theta), HEAD_DIM, LLAMA3.theta, length)
+    assert math.isclose(longest_sequence(rope(scaling="none"), HEAD_DIM, LLAMA3.theta), 8192)

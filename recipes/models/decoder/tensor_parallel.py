@@ -66,11 +66,19 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, loss_parallel: 
             ),
         },
     )
+    # On heads: (B, S, H/tp, D).
+    head_norm = SequenceParallel(sequence_dim=2, use_local_output=True)
     for block in model.get_submodule("layers").children():
+        norms = {
+            f"attention.{name}": head_norm
+            for name in ("q_norm", "k_norm")
+            if isinstance(block.get_submodule(f"attention.{name}"), nn.RMSNorm)
+        }
         parallelize_module(
             block,
             mesh,
             {
+                **norms,
                 "attention_norm": SequenceParallel(),
                 # Rotations, documents and positions are no DTensors.
                 "attention": PrepareModuleInput(

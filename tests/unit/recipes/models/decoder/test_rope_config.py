@@ -6,8 +6,9 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from recipes.config.schema import Rope
-from recipes.models.llama3.rope import attention_temperature, inverse_frequencies, longest_sequence
-from recipes.models.llama3.rope_config import read_rope, write_rope
+from recipes.models.decoder.rope import attention_temperature, inverse_frequencies, longest_sequence
+from recipes.models.decoder.rope_config import read_rope, write_rope
+from recipes.models.llama3 import LLAMA3
 
 HEAD_DIM = 64
 LLAMA32 = {
@@ -59,7 +60,7 @@ def hf_frequencies(hf: dict) -> tuple[torch.Tensor, float]:
     ids=["llama3", "3.1", "3.2", "3.2-new", "yarn-old", "yarn-new"],
 )
 def test_frequencies_are_those_of_transformers(hf: dict) -> None:
-    rope = read_rope(hf, Rope(), HEAD_DIM)
+    rope = read_rope(hf, Rope(), HEAD_DIM, LLAMA3.theta)
     for again in (hf, write_rope(rope) | {"max_position_embeddings": 131072}):
         frequencies, factor = hf_frequencies(again)
         torch.testing.assert_close(
@@ -73,6 +74,7 @@ def test_fields_of_a_known_file() -> None:
         {"rope_theta": 500_000.0, "rope_scaling": LLAMA32, "max_position_embeddings": 131072},
         Rope(extrapolate=True),
         HEAD_DIM,
+        LLAMA3.theta,
     )
     assert rope == Rope(
         theta=500_000.0,
@@ -88,8 +90,8 @@ def test_fields_of_a_known_file() -> None:
 @pytest.mark.parametrize(("theta", "positions"), [(1e4, 4096), (5e5, 8192), (2.8e9, 1048576)])
 def test_unscaled_settings_reach_as_far_as_the_file_says(theta: float, positions: int) -> None:
     hf = {"rope_theta": theta, "max_position_embeddings": positions}
-    rope = read_rope(hf, Rope(), HEAD_DIM)
-    assert longest_sequence(rope, HEAD_DIM) == pytest.approx(positions, rel=0.01)
+    rope = read_rope(hf, Rope(), HEAD_DIM, LLAMA3.theta)
+    assert longest_sequence(rope, HEAD_DIM, LLAMA3.theta) == pytest.approx(positions, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -105,4 +107,4 @@ def test_unscaled_settings_reach_as_far_as_the_file_says(theta: float, positions
 )
 def test_what_cannot_be_expressed_is_refused(table: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        read_rope({"rope_scaling": table}, Rope(), HEAD_DIM)
+        read_rope({"rope_scaling": table}, Rope(), HEAD_DIM, LLAMA3.theta)

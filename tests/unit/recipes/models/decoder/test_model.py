@@ -9,34 +9,40 @@ from torchtitan.models.llama3.model.args import RoPEScalingArgs
 from torchtitan.models.llama3.model.args import TransformerModelArgs as TitanArgs
 
 from recipes.config.schema import Rope
-from recipes.models.llama3.args import FLAVORS
-from recipes.models.llama3.model import InnerAttention, Transformer
-from recipes.models.shapes import SHAPES
+from recipes.models.decoder.model import InnerAttention, Transformer
+from recipes.models.registry import MODELS
 from recipes.preflight import load_config
 from striped_cp import Documents
+from tests.helpers.models import flavor
 
 
 @pytest.mark.parametrize(
-    ("flavor", "parameters"),
+    ("name", "size", "parameters"),
     [
-        # Meta's 1B and 3B count the matrix of embedding and output once.
-        ("1B", 1_235_814_400 + 128_256 * 2048),
-        ("3B", 3_212_749_824 + 128_256 * 3072),
-        ("8B", 8_030_261_248),
-        ("70B", 70_553_706_496),
-        ("405B", 405_853_388_800),
+        ("llama3_striped", "1B", 1_235_814_400),
+        ("llama3_striped", "3B", 3_212_749_824),
+        ("llama3_striped", "8B", 8_030_261_248),
+        ("llama3_striped", "70B", 70_553_706_496),
+        ("llama3_striped", "405B", 405_853_388_800),
+        ("qwen2_striped", "0.5B", 494_032_768),
+        ("qwen2_striped", "7B", 7_615_616_512),
+        ("qwen2_striped", "72B", 72_706_203_648),
+        ("qwen3_striped", "0.6B", 596_049_920),
+        ("qwen3_striped", "8B", 8_190_735_360),
+        ("qwen3_striped", "32B", 32_762_123_264),
     ],
 )
-def test_parameter_counts(flavor: str, parameters: int) -> None:
+def test_parameter_counts(name: str, size: str, parameters: int) -> None:
+    """Those of the published files."""
     with torch.device("meta"):
-        model = Transformer(FLAVORS[flavor])
-    assert sum(p.numel() for p in model.parameters()) == parameters == SHAPES[flavor].parameters
-    assert model.model_args.head_dim == SHAPES[flavor].head_dim
+        model = Transformer(flavor(size, name))
+    shape = MODELS[name].flavors[size]
+    assert sum(p.numel() for p in model.parameters()) == parameters == shape.parameters
 
 
 def make_models(scaling: str) -> tuple[Transformer, titan.Transformer]:
     """The debug model, ours and torchtitan's, with the same weights."""
-    args = FLAVORS["debugmodel"]
+    args = flavor("debugmodel")
     config = load_config(["--rope.scaling", scaling, "--training.seq_len", "64"])
     args.update_from_config(config)
     ours = Transformer(args)
@@ -115,7 +121,7 @@ def test_a_kernel_that_this_host_lacks_is_refused_at_any_degree(degree: int, mas
 
 
 def test_rope_settings_reach_the_model() -> None:
-    args = FLAVORS["debugmodel"]
+    args = flavor("debugmodel")
     config = load_config(["--rope.theta", "1000.0", "--rope.scaling", "none"])
     args.update_from_config(config)
     assert args.rope == Rope(theta=1000.0, scaling="none")
@@ -127,4 +133,4 @@ def test_rope_settings_reach_the_model() -> None:
 )
 def test_attention_that_the_model_does_not_have_is_refused(name: str, value: str) -> None:
     with pytest.raises(ValueError, match=f"{name} = '{value}': .*; allowed: '(sdpa|causal)'"):
-        dataclasses.replace(FLAVORS["debugmodel"], **{name: value})
+        dataclasses.replace(flavor("debugmodel"), **{name: value})

@@ -1,11 +1,17 @@
 """How the model is spread over the ranks: torchtitan's parallelisms around this project's ring."""
 
-import contextlib
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor.parallel import parallelize_module
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed.tensor_parallel import maybe_enable_async_tp
@@ -14,14 +20,14 @@ from torchtitan.models.llama3.infra import parallelize as titan
 from recipes.config.schema import StripedJobConfig, compiles_model
 from recipes.memory.activation_checkpoint import apply_activation_checkpointing
 from recipes.memory.loss import LossHead
-from recipes.models.llama3.model import Transformer
-from recipes.models.llama3.tensor_parallel import apply_tensor_parallel
+from recipes.models.decoder.model import Transformer
+from recipes.models.decoder.tensor_parallel import apply_tensor_parallel
 from recipes.parallel.ring import layout_of
 from recipes.titan import ParallelDims, cpu_host, logger
 from striped_cp import RingAttention, StripedContextParallel
 
 
-def parallelize_llama(
+def parallelize(
     model: Transformer, parallel_dims: ParallelDims, job_config: StripedJobConfig
 ) -> nn.Module:
     """Apply tensor and context parallelism, checkpointing, compile, and data parallelism.
@@ -34,6 +40,7 @@ def parallelize_llama(
         tp_mesh = parallel_dims.get_mesh("tp")
         loss_parallel = not job_config.parallelism.disable_loss_parallel
         apply_tensor_parallel(model, tp_mesh, loss_parallel=loss_parallel)
+        model.tie()
         maybe_enable_async_tp(job_config, tp_mesh)
     if parallel_dims.cp_enabled:
         apply_ring(model, parallel_dims.get_mesh("cp"), job_config)
@@ -79,22 +86,47 @@ def apply_ring(model: nn.Module, cp_mesh: DeviceMesh, job_config: StripedJobConf
     logger.info(f"{routed} attention modules run the {style.layout.spec} ring of {cp_mesh.size()}")
 
 
-def apply_fsdp(model: nn.Module, parallel_dims: ParallelDims, job_config: StripedJobConfig) -> None:
-    """FSDP2 over the data-parallel and context-parallel ranks, replicated if so configured."""
+def apply_fsdp(
+    model: Transformer, parallel_dims: ParallelDims, job_config: StripedJobConfig
+) -> None:
+    """FSDP2 over the data-parallel and context-parallel ranks, replicated if so configured.
+
+    torchtitan's groups (0.2.2): the embedding, every block, and the last layers, which by default
+    stay gathered, as they are needed first in the backward pass. Tied ends are one group.
+    """
     axes = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
-    cpu = cpu_host.is_cpu_host()
-    with cpu_host.offload_unpinned() if cpu else contextlib.nullcontext():
-        titan.apply_fsdp(
-            model,
-            parallel_dims.get_mesh(axes),
-            param_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_param],
-            reduce_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_reduce],
-            pp_enabled=parallel_dims.pp_enabled,
-            cpu_offload=job_config.training.enable_cpu_offload,
-            reshard_after_forward_policy=job_config.parallelism.fsdp_reshard_after_forward,
-        )
-    if cpu:
-        cpu_host.use_sum_reductions(model)
+    training, cpu = job_config.training, cpu_host.is_cpu_host()
+    settings: dict[str, Any] = {
+        "mesh": parallel_dims.get_mesh(axes),
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
+            reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
+        ),
+    }
+    if training.enable_cpu_offload:
+        # Pinning needs an accelerator.
+        settings["offload_policy"] = CPUOffloadPolicy(pin_memory=not cpu)
+    policy = job_config.parallelism.fsdp_reshard_after_forward
+    # A pipeline would gather again for every microbatch.
+    reshard = policy == "always" or (policy == "default" and not parallel_dims.pp_enabled)
+    first, last = [model.tok_embeddings], [model.norm, model.output]
+    if model.model_args.shape.tied:
+        first, last = [], first + last
+    for modules, resharded in (
+        (first, reshard),
+        *(([block], reshard) for block in model.layers.values()),
+        (last, policy == "always"),
+    ):
+        present = [module for module in modules if module is not None]
+        if present:
+            fully_shard(present, reshard_after_forward=resharded, **settings)
+    fully_shard(model, **settings)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # The loss is a sum over tokens of all ranks, divided by their number.
+            module.set_gradient_divide_factor(1.0)
+            # torch 2.13 makes a PREMUL_SUM of that, which gloo does not have.
+            module.set_force_sum_reduction_for_comms(cpu)
 
 
 def _sum_gradients(

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from recipes.config.schema import Rope
-from recipes.models.llama3.rope import longest_sequence
+from recipes.models.decoder.rope import longest_sequence
 
 # What transformers assumes where a file does not say.
 _DEFAULT_THETA = 10_000.0
@@ -36,7 +36,7 @@ def max_positions(hf: dict[str, Any]) -> int:
     return int(hf.get("max_position_embeddings", _DEFAULT_MAX_POSITIONS))
 
 
-def read_rope(hf: dict[str, Any], base: Rope, head_dim: int) -> Rope:
+def read_rope(hf: dict[str, Any], base: Rope, head_dim: int, pretrained_theta: float) -> Rope:
     """`base` with what a config.json says.
 
     Raises:
@@ -48,7 +48,8 @@ def read_rope(hf: dict[str, Any], base: Rope, head_dim: int) -> Rope:
     if table.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0)) != 1.0:
         raise ValueError("partial_rotary_factor: only whole heads are rotated here")
     if kind == "default":
-        return _unscaled(base, theta, max_positions(hf), head_dim)
+        rope = dataclasses.replace(base, theta=theta, scaling="none")
+        return _unscaled(rope, max_positions(hf), head_dim, pretrained_theta)
     if kind not in ("llama3", "yarn"):
         raise ValueError(f'rope_type "{kind}": known here are "default", "llama3" and "yarn"')
     original = table.get("original_max_position_embeddings") or max_positions(hf)
@@ -63,10 +64,10 @@ def read_rope(hf: dict[str, Any], base: Rope, head_dim: int) -> Rope:
     return _yarn(rope, table, max_positions(hf) / original)
 
 
-def _unscaled(base: Rope, theta: float, positions: int, head_dim: int) -> Rope:
-    """No scaling; the original length is chosen so that `longest_sequence` is the file's."""
-    rope = dataclasses.replace(base, theta=theta, scaling="none")
-    stretch = longest_sequence(rope, head_dim) / rope.original_max_position_embeddings
+def _unscaled(rope: Rope, positions: int, head_dim: int, pretrained_theta: float) -> Rope:
+    """The original length is chosen so that `longest_sequence` is the file's."""
+    longest = longest_sequence(rope, head_dim, pretrained_theta)
+    stretch = longest / rope.original_max_position_embeddings
     rope.original_max_position_embeddings = max(round(positions / stretch), 1)
     return rope
 
