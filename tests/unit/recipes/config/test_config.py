@@ -79,7 +79,11 @@ def test_command_line_wins_over_the_file(tmp_path: Path) -> None:
         ("training", "max_norm = nan", "above 0"),
         ("training", 'dtype = "float16"', '"bfloat16", "float32"'),
         ("model", 'name = "llama3"', '"llama3_striped"'),
-        ("model", 'flavor = "7B"', '"debugmodel", "1B", "3B", "8B", "70B", "405B"'),
+        (
+            "model",
+            'flavor = "7B"',
+            '"debugmodel_tied", "1B", "3B", "8B", "70B", "405B"',
+        ),
         ("model", 'converters = ["float8"]', '"quantize.linear.float8"'),
         ("model", 'converters = "float8"', "a list, each a string"),
         ("optimizer", 'lr = "1e-3"', "a number"),

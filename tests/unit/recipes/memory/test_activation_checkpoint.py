@@ -1,7 +1,5 @@
 """Checkpointing: the same gradients in every mode, attention computed as often as promised."""
 
-import dataclasses
-
 import pytest
 import torch
 from torchtitan.config.job_config import ActivationCheckpoint
@@ -10,22 +8,19 @@ import striped_cp.ops
 from recipes.config.schema import Memory
 from recipes.memory.activation_checkpoint import apply_activation_checkpointing
 from recipes.memory.offload import CheckpointOffload
+from recipes.models.decoder.args import args_of
 from recipes.models.decoder.model import Transformer
+from recipes.models.llama3 import LLAMA3
+from recipes.models.shapes import ModelShape
 from striped_cp import Documents
-from tests.helpers.models import flavor
 
 LAYERS, SEQ_LEN = 4, 64
 
 
 def make_model(mlp_chunk_tokens=0, dtype=torch.float32):
     torch.manual_seed(0)
-    args = dataclasses.replace(
-        flavor("debugmodel"),
-        dim=64,
-        n_layers=LAYERS,
-        vocab_size=100,
-        memory=Memory(mlp_chunk_tokens=mlp_chunk_tokens),
-    )
+    args = args_of(LLAMA3, ModelShape(64, LAYERS, 8, 4, 384, 100, head_dim=8))
+    args.memory = Memory(mlp_chunk_tokens=mlp_chunk_tokens)
     model = Transformer(args)
     with torch.no_grad():
         model.init_weights()

@@ -44,7 +44,7 @@ def test_flops_are_those_of_torchtitan():
     model = nn.Module()
     model.tok_embeddings = nn.Embedding(2048, 128)
     model.rest = nn.Linear(1000, 1000, bias=False)
-    _, per_token = get_dense_model_nparams_and_flops(args, model, 2 * args.head_dim, 512)
+    _, per_token = get_dense_model_nparams_and_flops(args, model, 2 * args.shape.head_dim, 512)
     flops = Flops.of_model(args, per_token, 512)
     assert flops.linear == 6 * 1_000_000
     assert flops.per_token_torchtitan == 6 * 1_000_000 + 12 * 4 * 128 * 512

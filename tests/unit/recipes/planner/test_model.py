@@ -273,12 +273,12 @@ def test_every_gpu_plans_the_default_kernel(gpu):
 
 
 def test_a_block_saves_the_activations_that_the_planner_counts():
-    from recipes.models.decoder.args import TransformerModelArgs
+    from recipes.models.decoder.args import args_of
     from recipes.models.decoder.model import TransformerBlock
 
     tokens, dim = 512, 256
-    args = TransformerModelArgs(dim=dim, n_layers=1, n_heads=4, n_kv_heads=2, multiple_of=64)
-    block = TransformerBlock(0, args).to(torch.bfloat16)
+    shape = ModelShape(dim, 1, 4, 2, 704, 512, head_dim=64)
+    block = TransformerBlock(0, args_of(LLAMA3, shape)).to(torch.bfloat16)
     weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
     saved = {}
 
@@ -293,8 +293,6 @@ def test_a_block_saves_the_activations_that_the_planner_counts():
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         block(x, rotation, None)
 
-    ffn_dim = block.feed_forward.w1.weight.shape[0]
-    shape = ModelShape(dim, 1, 4, 2, ffn_dim, 512, head_dim=64)
     run = Run(shape, tokens, levers=Levers(checkpointing="none"))
     # CPU's norms save float32 copies where CUDA's save their two inputs.
     norm_inputs = 2 * tokens * dim * 2

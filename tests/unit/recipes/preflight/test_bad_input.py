@@ -71,7 +71,10 @@ FILES = [
     ("[training]\ndataset_path = 5\n", "training.dataset_path = 5: wrong type"),
     ("[checkpoint]\nexclude_from_loading = [1]\n", "a list, each a string"),
     ('[checkpoint]\nasync_mode = "on"\n', '"disabled", "async", "async_with_pinned_mem"'),
-    ('[model]\nflavor = "7B"\n', '"debugmodel", "1B", "3B", "8B", "70B", "405B"'),
+    (
+        '[model]\nflavor = "7B"\n',
+        '"debugmodel_tied", "1B", "3B", "8B", "70B", "405B"',
+    ),
     (
         '[experimental]\ncustom_import = "os"\n',
         "--experimental.custom_import os on the command line",

@@ -34,6 +34,7 @@ def read(folder: Path, *settings: str) -> Any:
         [
             *("--job.config_file", RECIPE, "--job.dump_folder", str(folder.parent / "run")),
             *("--model.hf_assets_path", str(folder), "--checkpoint.enable"),
+            *("--model.flavor", "debugmodel_tied"),
             *("--checkpoint.initial_load_in_hf", *ROPE["llama3"][1], *settings),
         ],
         world_size=2,
@@ -54,7 +55,11 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 def test_only_a_tied_model_may_lack_its_head(folder: Path) -> None:
     edit_config(folder, tie_word_embeddings=False)
-    assert refusal(folder).endswith("lm_head.weight is missing, tie_word_embeddings is not true")
+    assert refusal(folder).endswith(
+        'says tie_word_embeddings = false, the flavor has true; allowed: "debugmodel"'
+    )
+    line = refusal(folder, "--model.flavor", "debugmodel")
+    assert line.endswith("lm_head.weight is missing, tie_word_embeddings is not true")
 
 
 @pytest.mark.parametrize(
@@ -121,7 +126,7 @@ def test_weights_missing_renamed_or_of_another_shape(folder: Path) -> None:
     save_file(weights | {"model.norm.weight": norm[:-1].contiguous()}, shard)
     assert "model.norm.weight is [127], the flavor has [128]" in refusal(folder)
     save_file(weights | {"model.norm.weight": norm, "model.norm.bias": norm.clone()}, shard)
-    assert f"{shard}: model.norm.bias is no weight of LLaMA-3" in refusal(folder)
+    assert f"{shard}: model.norm.bias is no weight of the model" in refusal(folder)
 
 
 def test_wrong_folders(tmp_path: Path) -> None:
@@ -145,22 +150,22 @@ def test_folder_in_metas_format(folder: Path) -> None:
         ({"hidden_size": 256}, "says hidden_size = 256, the flavor has 128"),
         ({"vocab_size": 4096}, "says vocab_size = 4096, the flavor has 2048"),
         ({"num_key_value_heads": 8}, "says num_key_value_heads = 8, the flavor has 4"),
-        ({"model_type": "qwen3"}, "says model_type = qwen3, the flavor has llama"),
+        ({"model_type": "qwen3"}, 'says model_type = "qwen3", the flavor has "llama"'),
         ({"rms_norm_eps": 1e-6}, "says rms_norm_eps = 1e-06, the flavor has 1e-05"),
-        ({"attention_bias": True}, "says attention_bias = True, the flavor has False"),
+        ({"attention_bias": True}, "says attention_bias = true, the flavor has false"),
     ],
 )
 def test_another_model(folder: Path, changes: dict[str, Any], message: str) -> None:
     edit_config(folder, **changes)
     line = refusal(folder)
-    assert 'model.flavor = "debugmodel"' in line
+    assert 'model.flavor = "debugmodel_tied"' in line
     assert message in line
 
 
 def test_the_flavor_that_fits_is_named(folder: Path) -> None:
     line = refusal(folder, "--model.flavor", "8B")
     assert 'model.flavor = "8B"' in line
-    assert line.endswith('allowed: "debugmodel"')
+    assert line.endswith('allowed: "debugmodel_tied"')
 
 
 @pytest.mark.parametrize(
@@ -245,7 +250,7 @@ def test_tokenizer_of_another_model(folder: Path) -> None:
     ]
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     line = refusal(folder)
-    assert "its tokenizer has 2058 entries, flavor debugmodel has 2048" in line
+    assert "its tokenizer has 2058 entries, flavor debugmodel_tied has 2048" in line
 
 
 def test_no_tokenizer(folder: Path) -> None:
