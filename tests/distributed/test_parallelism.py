@@ -5,17 +5,10 @@ One seed checkpoint, float32, five steps of the same four sequences of packed do
 
 import pytest
 
+from tests.distributed.conftest import Seeded
 from tests.helpers.launch import run_ranks
-from tests.helpers.training import (
-    ROWS,
-    SEQ_LEN,
-    STEPS,
-    Job,
-    Result,
-    common,
-    gradients,
-    train,
-)
+from tests.helpers.models import name_settings
+from tests.helpers.training import ROWS, SEQ_LEN, STEPS, Job, common, gradients, train
 
 KEYS = {
     "replicate": "data_parallel_replicate_degree",
@@ -87,13 +80,24 @@ IN_DEFAULT_RUN = (
 )
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n in IN_DEFAULT_RUN else pytest.mark.slow, id=n) for n in LAYOUTS],
+# Besides LLaMA-3: what else of a model meets the layouts.
+MODELS = {
+    "qwen2": name_settings("qwen2_striped"),
+    "qwen2 tied": name_settings("qwen2_striped", tied=True),
+    "qwen3": name_settings("qwen3_striped"),
+    "qwen3 tied": name_settings("qwen3_striped", tied=True),
+    "toy": name_settings("toy_striped"),
+}
+OTHERS_IN_DEFAULT_RUN = (
+    *(("qwen3 tied", "cp2 tp2, whole logits"), ("qwen3", "cp2 pp2"), ("qwen2 tied", "fsdp2 cp2")),
+    ("toy", "cp2"),
 )
-def test_layout(name: str, seed_folder: str, one_rank: Result, tmp_path) -> None:
+
+
+def check_layout(name: str, model: tuple[str, ...], seeded: Seeded, folder: str) -> None:
     ranks, settings = LAYOUTS[name]
-    job = Job(str(tmp_path), common(seed_folder) + settings, gradients(seed_folder))
+    seed_folder, one_rank = seeded(model)
+    job = Job(folder, common(seed_folder) + model + settings, gradients(seed_folder))
     results = run_ranks(ranks, train, job, timeout=200)
     (shown,) = [result for result in results if result.scalars]
     for tag in ("loss_metrics/global_avg_loss", "validation_metrics/loss", "grad_norm"):
@@ -106,3 +110,29 @@ def test_layout(name: str, seed_folder: str, one_rank: Result, tmp_path) -> None
     largest = shown.values("loss_metrics/global_max_loss")
     for maximum, average in zip(largest, shown.losses, strict=True):
         assert average - 1e-4 < maximum < average * 1.1
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in IN_DEFAULT_RUN else pytest.mark.slow, id=n) for n in LAYOUTS],
+)
+def test_layout(name: str, seeded: Seeded, tmp_path) -> None:
+    check_layout(name, (), seeded, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        pytest.param(
+            model,
+            name,
+            marks=() if (model, name) in OTHERS_IN_DEFAULT_RUN else pytest.mark.slow,
+            id=f"{model}: {name}",
+        )
+        for model in MODELS
+        for name in LAYOUTS
+        if not ("tied" in model and "pp2" in name) and LAYOUTS[name][0] <= 4
+    ],
+)
+def test_layout_of_other_models(model: str, name: str, seeded: Seeded, tmp_path) -> None:
+    check_layout(name, MODELS[model], seeded, str(tmp_path))

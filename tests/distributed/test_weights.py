@@ -10,9 +10,10 @@ from torchtitan.components.checkpoint import ModelWrapper
 from recipes.data.batch import BatchSharder
 from recipes.models.decoder.weights import StateDictAdapter
 from striped_cp import unshard_sequence
-from tests.helpers.hf_models import ROPE, load_model, make_model, name_settings, save_model
+from tests.helpers.hf_models import ROPE, load_model, make_model, save_model
 from tests.helpers.launch import run_ranks
 from tests.helpers.model_step import Step
+from tests.helpers.models import name_settings
 
 SEQ_LEN = 96
 TOLERANCE = 1e-4

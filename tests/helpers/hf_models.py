@@ -66,12 +66,6 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 
 
-def name_settings(name: str = "llama3_striped", tied: bool = False) -> tuple[str, ...]:
-    """The settings of a run that name such a model."""
-    flavor = "debugmodel_tied" if tied else "debugmodel"
-    return "--model.name", name, "--model.flavor", flavor
-
-
 def make_model(
     rope: str = "none", *, name: str = "llama3_striped", tied: bool = False, **changes: Any
 ) -> PreTrainedModel:

@@ -18,9 +18,11 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components import metrics as titan_metrics
 from torchtitan.protocols import train_spec as titan_train_spec
 
+from recipes.models.registry import MODELS
 from recipes.preflight import load_config
 from recipes.train import spec as train_spec
 from recipes.train.trainer import StripedTrainer
+from tests.helpers.models import TOY
 
 WRAPPER_NAMES = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")
 ROWS, SEQ_LEN = 4, 64
@@ -82,6 +84,7 @@ class Result:
 def make_trainer(job: Job) -> StripedTrainer:
     os.environ["LOCAL_RANK"] = "0"
     if "llama3_striped" not in titan_train_spec._extra_train_specs:
+        MODELS["toy_striped"] = TOY
         train_spec.register()
     arguments = [*BASE, "--job.dump_folder", job.folder, *job.settings]
     trainer = StripedTrainer(load_config(arguments, dist.get_world_size()))
@@ -201,7 +204,7 @@ def train_from_seed(folder: str, settings: tuple[str, ...] = ()) -> Result:
     `common(folder)` makes other jobs start from the same weights.
     """
     seeding = ("--checkpoint.enable", "--checkpoint.create_seed_checkpoint")
-    make_trainer(Job(folder, seeding)).checkpointer.save(curr_step=0, last_step=True)
+    make_trainer(Job(folder, (*seeding, *settings))).checkpointer.save(curr_step=0, last_step=True)
     job = Job(f"{folder}/reference", (*common(folder), *settings), gradients(folder), save=True)
     return train(job)
 

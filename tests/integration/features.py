@@ -7,6 +7,8 @@ from itertools import combinations, product
 
 import covertable
 
+from tests.helpers.models import name_settings
+
 Settings = tuple[str, ...]
 
 CP, TP, PP = (f"--parallelism.{name}_parallel_degree" for name in ("context", "tensor", "pipeline"))
@@ -20,9 +22,14 @@ RANKS: dict[str, tuple[int, Settings]] = {
     "cp2 tp2": (4, (CP, "2", TP, "2")),
     "cp2 pp2": (4, (CP, "2", PP, "2")),
 }
-# By feature and value. "{hf}", "{jsonl}" and "{prepared}" are folders and files that a test makes.
+# By feature and value. "{hf}" (of the row's model), "{jsonl}" and "{prepared}" are what a test makes.
 FEATURES: dict[str, dict[str, Settings]] = {
     "ranks": {name: settings for name, (_, settings) in RANKS.items()},
+    "model": {
+        "llama3": name_settings(),
+        "qwen2 tied": name_settings("qwen2_striped", tied=True),
+        "qwen3": name_settings("qwen3_striped"),
+    },
     "packing": {"pack": (), "concat": ("--documents.packing", "concat")},
     "mask": {"on": (), "off": ("--documents.no-mask",)},
     "checkpointing": {
@@ -79,6 +86,7 @@ REFUSED: set[Pair] = {
     frozenset({("offload", "on"), ("compile", "on")}),
     frozenset({("float8", "on"), ("compile", "on")}),
     frozenset({("evaluation", "on"), ("ranks", "cp2 pp2")}),
+    frozenset({("model", "qwen2 tied"), ("ranks", "cp2 pp2")}),
 }
 
 Row = dict[str, str]

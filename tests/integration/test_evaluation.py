@@ -16,6 +16,7 @@ from recipes.data.tokens import Tokenizer
 from recipes.evaluation.haystack import Encoder
 from recipes.evaluation.tasks import copy_words
 from tests.helpers.hf_models import make_model, save_model
+from tests.helpers.models import name_settings
 from tests.helpers.runs import RECIPE, ROOT, TINY, train
 
 SMALL = (
@@ -53,7 +54,7 @@ def numbers(value: Any) -> list[float]:
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("weights")
-    return save_model(folder, make_model("llama3", tied=True))
+    return save_model(folder, make_model("llama3"))
 
 
 @pytest.fixture(scope="module")
@@ -108,9 +109,11 @@ def test_other_weights_are_measured_beside_the_first(
     alone: tuple[Path, dict[str, Any]], weights: Path, tmp_path: Path
 ) -> None:
     folder, first = alone
-    other = save_model(tmp_path, make_model("llama3", tied=True))
+    name = "qwen3_striped"
+    other = save_model(tmp_path, make_model("llama3", name=name, tied=True))
     few = ("--evaluation.tasks", "passkey", "--evaluation.texts", "0")
-    done, second = evaluate(1, folder, *settings_of(other, cp=1), *few)
+    settings = (*settings_of(other, cp=1), *name_settings(name, tied=True))
+    done, second = evaluate(1, folder, *settings, *few)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (first["weights"], second["weights"]) == (str(weights), str(other))
     assert json.loads((folder / "evaluation" / "step-0.json").read_text()) == first

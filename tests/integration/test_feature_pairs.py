@@ -51,21 +51,24 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     from recipes.data.prepare import Settings, prepare
 
     folder = tmp_path_factory.mktemp("features")
-    hf = save_model(folder / "hf", make_model("none"))
+    for model, settings in FEATURES["model"].items():
+        weights = make_model("none", name=settings[1], tied="tied" in model)
+        save_model(folder / f"hf {model}", weights)
     jsonl = folder / "texts.jsonl"
     texts = [
         f"Text {i}. " + "It is a truth universally acknowledged. " * (i % 9) for i in range(200)
     ]
     jsonl.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    settings = Settings([jsonl], "text", "assets/tokenizer", 10_000, skip_bad=False)
-    prepare(settings, folder / "prepared", 1, lambda _: None)
-    return {"hf": str(hf), "jsonl": str(jsonl), "prepared": str(folder / "prepared")}
+    how = Settings([jsonl], "text", "assets/tokenizer", 10_000, skip_bad=False)
+    prepare(how, folder / "prepared", 1, lambda _: None)
+    return {"folder": str(folder), "jsonl": str(jsonl), "prepared": str(folder / "prepared")}
 
 
 def run(row: Row, folder: Path, files: dict[str, str], leave: bool = False) -> Disturbed:
     """One start of the row's command, to its end."""
     ranks, _ = RANKS[row["ranks"]]
-    settings = [word.format(**files) for word in features.settings_of(row)]
+    hf = f"{files['folder']}/hf {row['model']}"
+    settings = [word.format(**files, hf=hf) for word in features.settings_of(row)]
     started = Disturbed(
         ranks,
         *("--job.dump_folder", str(folder), *BASE, *settings),

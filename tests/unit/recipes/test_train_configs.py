@@ -23,6 +23,7 @@ from recipes.models.decoder.args import model_args
 from recipes.models.decoder.model import Transformer
 from recipes.models.decoder.parallelize import parallelize
 from recipes.models.decoder.rope import attention_temperature, inverse_frequencies
+from recipes.models.registry import shape_of
 from recipes.planner.footprint import plan_memory
 from recipes.planner.hardware import GPUS
 from recipes.planner.settings import run_from_config
@@ -32,9 +33,8 @@ from tests import ROOT
 from tests.unit.recipes.models.decoder.test_rope import hugging_face_config
 
 REPOSITORY = ROOT
-RECIPES = sorted(p.stem for p in (REPOSITORY / "train_configs").glob("llama3_*.toml"))
+RECIPES = sorted(p.stem for p in (REPOSITORY / "train_configs").glob("*_*b_*.toml"))
 SEQ_LEN = {"64k": 65_536, "128k": 131_072, "256k": 262_144, "512k": 524_288, "1m": 1_048_576}
-PARAMETERS = {"8B": 8_030_261_248, "70B": 70_553_706_496, "405B": 405_853_388_800}
 # A collective waits for the slowest rank: through loading, a checkpoint, a validation batch.
 LEAST_TIMEOUT = {65_536: 300, 131_072: 300, 262_144: 600, 524_288: 1200, 1_048_576: 1800}
 
@@ -79,7 +79,8 @@ def test_the_set_is_complete():
     }
     variants = {"llama3_8b_1m_32gpu", "llama3_8b_128k_packed", "llama3_8b_256k_packed"}
     staged = {f"llama3_8b_staged_{n}" for n in ("64k", "256k", "512k", "1m")}
-    assert set(RECIPES) == sizes | variants | staged
+    others = {"qwen3_8b_128k", "qwen3_8b_256k", "qwen3_8b_1m", "qwen3_32b_128k"}
+    assert set(RECIPES) == sizes | variants | staged | others
 
 
 # Hundreds of layers take their time: of 70B and 405B the default suite builds one recipe each.
@@ -123,10 +124,11 @@ def test_builds_for_its_ranks(name, tmp_path, monkeypatch):
     finally:
         dist.destroy_process_group()
     parameters = list(model.parameters())
-    assert sum(p.numel() for p in parameters) == PARAMETERS[config.model.flavor]
+    whole = shape_of(config).parameters
+    assert sum(p.numel() for p in parameters) == whole
     # Rank 0 holds its share: what does not divide evenly is padded.
-    share = PARAMETERS[config.model.flavor] / ranks
-    assert sum(p.to_local().numel() for p in parameters) == pytest.approx(share, rel=0.02)
+    local = sum(p.to_local().numel() for p in parameters)
+    assert local == pytest.approx(whole / ranks, rel=0.02)
 
 
 @pytest.mark.parametrize("name", RECIPES)

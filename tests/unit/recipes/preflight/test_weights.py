@@ -194,7 +194,7 @@ def test_rope_mismatch(folder: Path, settings: tuple[str, ...], message: str) ->
     assert value == (settings[1] if isinstance(value, str) else float(settings[1]))
 
 
-# What Meta publishes with the weights that the recipes start from.
+# What Meta and Qwen publish with the weights that the recipes start from.
 LLAMA3 = {"rope_theta": 500_000.0, "rope_scaling": None, "max_position_embeddings": 8192}
 LLAMA31 = {
     "rope_theta": 500_000.0,
@@ -207,9 +207,10 @@ LLAMA31 = {
     },
     "max_position_embeddings": 131072,
 }
+QWEN3 = {"rope_theta": 1_000_000.0, "rope_scaling": None, "max_position_embeddings": 32768}
 FROM_WEIGHTS = [
     path
-    for path in sorted(Path("train_configs").glob("llama3_*.toml"))
+    for path in sorted(Path("train_configs").glob("*_*b_*.toml"))
     if "initial_load_in_hf = true" in path.read_text()
 ]
 
@@ -217,12 +218,13 @@ FROM_WEIGHTS = [
 @pytest.mark.parametrize("path", FROM_WEIGHTS, ids=lambda path: path.stem)
 def test_shipped_recipes_fit_the_weights_they_name(path: Path, tmp_path: Path) -> None:
     config = load_config(["--job.config_file", str(path), "--model.hf_assets_path", str(tmp_path)])
-    of_weights = LLAMA3 if "staged" in path.name else LLAMA31
+    of_llama = LLAMA3 if "staged" in path.name else LLAMA31
+    of_weights = QWEN3 if "qwen3" in path.name else of_llama
     fields = model_fields(family_of(config), shape_of(config))
     (tmp_path / "config.json").write_text(json.dumps(fields | of_weights))
     check_config_json(config)
     config.rope.on_mismatch = "refuse"
-    if "128k" in path.name:
+    if "llama3" in path.name and "128k" in path.name:
         check_config_json(config)
     else:
         with pytest.raises(ValueError, match="on_mismatch"):
