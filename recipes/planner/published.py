@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from recipes.models.llama3 import LLAMA3
-from recipes.models.shapes import ModelShape
+from recipes.models.qwen3 import QWEN3
 from recipes.planner.footprint import GIB, plan_memory
 from recipes.planner.hardware import GPUS, find_network_gb_s
 from recipes.planner.run import Levers, Run, check
@@ -23,9 +23,6 @@ TITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
 TRL = "TRL 1.13.0, examples/sft_qwen3_8b_1m_context and docs/source/long_context_training.md"
 ALST = "ALST, arXiv 2506.13996, ablation table"
 HERD = "Llama 3 Herd, arXiv 2407.21783 v3, table 4"
-
-QWEN3_8B = ModelShape(4096, 36, 32, 8, 12288, 151936)
-
 
 # How authors report speed, and the planner's figure for it.
 MEASURES: dict[str, Callable[[TimePlan], float]] = {
@@ -180,24 +177,35 @@ PUBLISHED: tuple[Published, ...] = (
         _titan(f"405B {32 * cp}K, 512 GPUs, TP 8 PP 8 CP {cp}", _titan_405b(cp), reported, memory)
         for cp, reported, memory in ((1, 76, 75.3), (2, 47, 75.9), (4, 31, 77.1), (8, 16, 84.9))
     ),
-    Published(
-        "Qwen3-8B 1M, 8 GPUs, CP 8",
-        TRL,
-        "h100",
-        Run(
-            QWEN3_8B,
-            2**20,
-            cp=8,
-            levers=_ALST_OFFLOAD,
-            kernel="cudnn",
-            rotate_method="allgather",
-            layout="headtail",
-        ),
-        380,
-        "s/step",
-        56.2e9 / GIB,
-        "Assumed: float32 master weights, as its 123 GB a checkpoint suggest; other revisions "
-        "report 364 and 373 s",
+    *(
+        Published(
+            f"Qwen3-{flavor} {millions}M, {cp} GPUs, CP {cp}",
+            TRL,
+            "h100",
+            Run(
+                QWEN3.flavors[flavor],
+                2**20 * millions,
+                cp=cp,
+                levers=_ALST_OFFLOAD,
+                kernel="cudnn",
+                rotate_method="allgather",
+                layout="headtail",
+            ),
+            seconds,
+            "s/step",
+            reserved,
+            remark,
+        )
+        for flavor, millions, cp, seconds, reserved, remark in (
+            (
+                *("8B", 1, 8, 380, 56.2e9 / GIB),
+                "Assumed: float32 master weights, as its 123 GB a checkpoint suggest; other "
+                "revisions report 364 and 373 s",
+            ),
+            ("8B", 2, 16, 696, None, ""),
+            ("8B", 4, 32, 1346, None, ""),
+            ("0.6B", 1, 8, 137, None, ""),
+        )
     ),
     Published(
         "8B 1.1M, 8 GPUs, Ulysses 8",

@@ -22,7 +22,7 @@ RANKS: dict[str, tuple[int, Settings]] = {
     "cp2 tp2": (4, (CP, "2", TP, "2")),
     "cp2 pp2": (4, (CP, "2", PP, "2")),
 }
-# By feature and value. "{hf}" (of the row's model), "{jsonl}" and "{prepared}" are what a test makes.
+# By feature and value. A test makes "{hf}" (of the row's model), "{jsonl}" and "{prepared}".
 FEATURES: dict[str, dict[str, Settings]] = {
     "ranks": {name: settings for name, (_, settings) in RANKS.items()},
     "model": {
