@@ -60,7 +60,10 @@ def main() -> None:
         tokenizer = train(args.corpus, args.vocab_size)
     except ValueError as error:
         sys.exit(f"error: {error}")
-    args.output.mkdir(parents=True, exist_ok=True)
+    try:
+        args.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        sys.exit(f"error: {args.output}: {error.strerror}")
     tokenizer.save(str(args.output / "tokenizer.json"))
     config = {"bos_token": BOS, "eos_token": EOS, "tokenizer_class": "PreTrainedTokenizerFast"}
     text = json.dumps(config, indent=2) + "\n"

@@ -11,8 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
 
 from recipes.config.schema import StripedJobConfig
 from recipes.config.types import InvalidSetting
@@ -150,6 +155,8 @@ def check_checkpoint_files(config: StripedJobConfig) -> None:
 def _check_names(config: StripedJobConfig) -> None:
     """A file in the place of a step's folder would end the run when that step is saved."""
     folder = Path(config.job.dump_folder, config.checkpoint.folder)
+    if (folder / BRANCH).is_dir():
+        raise ValueError(f"{folder / BRANCH}: a folder in the way of a file; move it elsewhere")
     for path in folder.glob("step-*") if config.checkpoint.enable else ():
         if path.is_file() and re.fullmatch(r"step-\d+", path.name):
             raise ValueError(f"{path}: a file in the way of a checkpoint; move it elsewhere")
@@ -198,13 +205,32 @@ def read_metadata(folder: Path) -> Metadata:
 def _is_whole(metadata: object) -> bool:
     if not isinstance(metadata, Metadata):
         return False
-    tables = (metadata.state_dict_metadata, metadata.storage_data)
-    return all(isinstance(table, dict) for table in tables) and all(
-        isinstance(part, _StorageInfo)
-        and isinstance(part.relative_path, str)
-        and type(part.offset) is type(part.length) is int
-        for part in metadata.storage_data.values()
+    states, storage = metadata.state_dict_metadata, metadata.storage_data
+    return (
+        isinstance(states, dict)
+        and isinstance(storage, dict)
+        and all(
+            isinstance(state, (TensorStorageMetadata, BytesStorageMetadata))
+            for state in states.values()
+        )
+        and all(
+            isinstance(part, _StorageInfo)
+            and isinstance(part.relative_path, str)
+            and type(part.offset) is type(part.length) is int
+            for part in storage.values()
+        )
     )
+
+
+def load_error(error: CheckpointException, folder: Path | str) -> BaseException:
+    """What an error of torch's loader says of the checkpoint; the error itself where it is none."""
+    cause = next(iter(error.failures.values()))[0]
+    if isinstance(cause, ValueError):
+        return ValueError(f"{folder}: {cause}")
+    torn = isinstance(cause, (EOFError, pickle.UnpicklingError))
+    if torn or "PytorchStreamReader" in str(cause):
+        return ValueError(f"{folder}: damaged, its data cannot be read; copy the checkpoint anew")
+    return error
 
 
 class _UnknownName(Exception):

@@ -26,7 +26,10 @@ def hold_folder(config: StripedJobConfig) -> None:
     """
     folder = Path(config.job.dump_folder)
     folder.mkdir(parents=True, exist_ok=True)
-    file = open(folder / FILE, "a+")  # noqa: SIM115
+    try:
+        file = open(folder / FILE, "a+")  # noqa: SIM115
+    except OSError as error:
+        raise ValueError(f"{folder / FILE}: {error.strerror}; move it elsewhere") from None
     try:
         # On a shared file system, too (NFS version 4).
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

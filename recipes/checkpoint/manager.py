@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from recipes.checkpoint.files import (
     branch_goes_on,
     exported_steps,
     finished_steps,
+    load_error,
     step_folders,
 )
 from recipes.process.preemption import Preempted
@@ -148,13 +148,7 @@ class StripedCheckpoints(CheckpointManager):
         try:
             super().dcp_load(state_dict, checkpoint_id, *args, **kwargs)
         except CheckpointException as error:
-            cause = next(iter(error.failures.values()))[0]
-            if isinstance(cause, ValueError):
-                raise ValueError(f"{checkpoint_id}: {cause}") from None
-            torn = isinstance(cause, (EOFError, UnpicklingError))
-            if torn or "PytorchStreamReader" in str(cause):
-                raise ValueError(f"{checkpoint_id}: damaged ({cause}); copy it anew") from None
-            raise
+            raise load_error(error, checkpoint_id) from None
 
     def _async_wait(self) -> None:
         try:

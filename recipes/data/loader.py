@@ -131,6 +131,7 @@ class DocumentLoader(BaseDataLoader):
         position = state.position
         documents = self._documents(position)
         more = True
+        last_used = position.epoch  # the last pass of which a document gave a token
         while True:
             while (packed := packer.pop(position.epoch, flush=not more)) is not None:
                 yield packed, State(position, packer.pending())
@@ -140,6 +141,9 @@ class DocumentLoader(BaseDataLoader):
                 position, tokens = next(documents)
                 if len(tokens):
                     packer.add(Pending(tokens, position.epoch))
+                    last_used = position.epoch
+                elif position.epoch > last_used + 1:
+                    raise ValueError("dataset: the tokenizer makes no token of any document")
             except StopIteration:
                 more = False
 

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from tqdm import tqdm
 
-from recipes.checkpoint.files import read_whole
+from recipes.checkpoint.files import load_error, read_whole
 from recipes.config.schema import StripedJobConfig
 from recipes.data.tokens import Tokenizer
 from recipes.models.decoder.args import model_args
@@ -133,7 +133,10 @@ def convert_checkpoint(
     for number in tqdm(range(1, count + 1), desc="files", disable=None):
         names = [native_names[name] for name, n in numbers.items() if n == number]
         weights = {n: torch.empty(stored[n].size, dtype=stored[n].properties.dtype) for n in names}
-        dcp.load(weights, storage_reader=FileSystemReader(checkpoint), no_dist=True)
+        try:
+            dcp.load(weights, storage_reader=FileSystemReader(checkpoint), no_dist=True)
+        except CheckpointException as error:
+            raise load_error(error, checkpoint) from None
         converted = {
             name: weight.to(getattr(torch, dtype)).contiguous()
             for name, weight in adapter.to_hf(weights).items()

@@ -1,5 +1,6 @@
 """Ranks are killed, at random and while they save: the run goes on to the same end."""
 
+import contextlib
 import random
 import signal
 import time
@@ -38,12 +39,14 @@ def kill(run: Disturbed, rank: int) -> None:
     run.wait_for(lambda: run.rank_pid(rank) not in (killed, None), "a restart")
 
 
-def is_saving(checkpoints: Path) -> bool:
-    """Whether data is being written that is not marked as finished."""
-    return any(
-        not (file.parent / METADATA).exists() and time.time() - file.stat().st_mtime < 0.3
-        for file in checkpoints.glob("step-*/*.distcp")
-    )
+def unfinished_files(checkpoints: Path) -> set[tuple[Path, int]]:
+    """Data that is not marked as finished, each file with its last change."""
+    found = set()
+    for file in checkpoints.glob("step-*/*.distcp"):
+        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+            if not (file.parent / METADATA).exists():
+                found.add((file, file.stat().st_mtime_ns))
+    return found
 
 
 def ask_to_leave(run: Disturbed, rank: int) -> None:
@@ -65,7 +68,9 @@ def check_disturbed(ranks: int, disturbances: int, seed: int, folder: Path) -> N
     try:
         for number in range(disturbances):
             if number % 3 == 0:
-                run.wait_for(lambda: is_saving(checkpoints), "a save")
+                # What a killed save has left does not change any more.
+                left = unfinished_files(checkpoints)
+                run.wait_for(lambda left=left: unfinished_files(checkpoints) - left, "a save")
                 time.sleep(dice.uniform(0, 0.05))
             else:
                 run.wait_for_steps(1)

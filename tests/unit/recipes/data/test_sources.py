@@ -49,6 +49,14 @@ def test_a_streamed_dataset_is_read_once_by_all_ranks_together(hub, degree):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+def test_a_dataset_of_which_no_token_is_made_does_not_go_on_for_ever(hub, workers, monkeypatch):
+    monkeypatch.setattr(NumberTokenizer, "encode", lambda *args, **kwargs: [])
+    with pytest.raises(ValueError, match="the tokenizer makes no token of any document"):
+        next(iter(loader(hub, training__dataloader__num_workers=workers)))
+    assert inner_tokens(loader(hub, infinite=False)) == []
+
+
+@pytest.mark.parametrize("workers", [0, 2])
 def test_a_streamed_dataset_resumes_twice(hub, workers):
     """In the middle of a file, and in a later epoch; `datasets` 5.0.0 restarted the second time."""
     more = {"rank": 1, "degree": 2, "training__dataloader__num_workers": workers}

@@ -275,6 +275,10 @@ def damage(folder: Path, how: str) -> None:
             value = pickle.loads(metadata.read_bytes())
             next(iter(value.storage_data.values())).length = "long"
             metadata.write_bytes(pickle.dumps(value))
+        case "metadata with a word for a state":
+            value = pickle.loads(metadata.read_bytes())
+            value.state_dict_metadata["train_state.step"] = "four"
+            metadata.write_bytes(pickle.dumps(value))
         case "data missing":
             data.unlink()
         case "another model":
@@ -294,6 +298,7 @@ def damage(folder: Path, how: str) -> None:
         ("metadata cut off", r"\.metadata: damaged"),
         ("metadata without a table", r"\.metadata: damaged"),
         ("metadata with a word for a length", r"\.metadata: damaged"),
+        ("metadata with a word for a state", r"\.metadata: damaged"),
         ("metadata is text", r"\.metadata: damaged"),
         ("metadata of something else", r"\.metadata: damaged"),
         ("metadata runs code", r"\.metadata: names posix\.system, which no checkpoint does"),
@@ -310,6 +315,13 @@ def test_checkpoints(monkeypatch, capfd, resumed, how: str, expected: str) -> No
     assert line.startswith(f"{RECIPE}: {folder}")
     assert re.search(expected, line)
     assert not (ROOT / "harmed").exists()
+
+
+def test_a_folder_in_the_place_of_a_file(monkeypatch, capfd, resumed) -> None:
+    folder, args = resumed
+    (folder.parent / "branch.json").mkdir()
+    line = refusal(monkeypatch, capfd, *args)
+    assert line.endswith("branch.json: a folder in the way of a file; move it elsewhere")
 
 
 def test_checkpoints_that_are_not_there(monkeypatch, capfd, resumed) -> None:
