@@ -213,10 +213,14 @@ class StripedMetrics(MetricsProcessor):
     def close(self) -> None:
         """Close the logs; the rank that logs sums the run up, if it has made a step."""
         logs = self.tensorboard.log_dir if self.tensorboard is not None else None
-        super().close()
+        folder = Path(self.job_config.job.dump_folder)
         rank = _get_metrics_rank(self.parallel_dims, self.job_config)
-        if self.summary.first is not None and torch.distributed.get_rank() == rank:
-            logger.info(self.summary.write(Path(self.job_config.job.dump_folder), logs))
+        try:
+            super().close()
+            if self.summary.first is not None and torch.distributed.get_rank() == rank:
+                logger.info(self.summary.write(folder, logs))
+        except OSError as error:  # it would hide what ended the run: a full disk does both
+            logger.warning(f"{folder}: {error.strerror}: its summary is not written")
 
     # The parts of the above.
 

@@ -1,11 +1,16 @@
 """The checkpointer loses nothing that somebody could still want."""
 
+import errno
 import queue
 from pathlib import Path
+from traceback import StackSummary
 
 import pytest
+from torch.distributed.checkpoint import CheckpointException
+from torchtitan.components.checkpoint import CheckpointManager
 
 from recipes.checkpoint.manager import StripedCheckpoints
+from recipes.process.faults import explain
 
 
 @pytest.fixture
@@ -63,3 +68,31 @@ def test_steps_are_set_aside_where_nothing_is(manager: StripedCheckpoints) -> No
     Path(manager.folder, "before-2", "step-6").mkdir(parents=True)
     assert manager._begin_branch(2) == 2
     assert Path(manager.folder, "before-3", "step-6", ".metadata").is_file()
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        RuntimeError("Parent directory: No space left on device"),  # of torch's C++ writer
+    ],
+)
+def test_a_full_disk_names_the_folder(
+    manager: StripedCheckpoints, monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise CheckpointException("save", {0: (failure, StackSummary())})
+
+    monkeypatch.setattr(CheckpointManager, "dcp_save", fail)
+    monkeypatch.setattr(CheckpointManager, "_async_wait", fail)
+    folder = f"{manager.folder}/step-2"
+    for act, named in (
+        (lambda: manager.dcp_save({}, folder), folder),
+        (manager._async_wait, str(manager.folder)),
+    ):
+        with pytest.raises(OSError, match="No space left on device") as error:
+            act()
+        assert explain(error.value) == (
+            f"{named}: No space left on device (--debug shows where)",
+            1,
+        )
