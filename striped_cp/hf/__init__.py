@@ -9,6 +9,7 @@ The only part of `striped_cp` that imports transformers (`pip install striped-cp
 from .batch import RingBatch, RingCollator, shard_batch
 from .checkpointing import checkpoint_keeping_attention
 from .enable import disable, enable
+from .loss import chunked_loss
 from .trainer import RingTrainerMixin
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "RingCollator",
     "RingTrainerMixin",
     "checkpoint_keeping_attention",
+    "chunked_loss",
     "disable",
     "enable",
     "shard_batch",

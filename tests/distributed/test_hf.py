@@ -18,13 +18,15 @@ MODES = ("plain", "checkpointed", "fsdp2")
 ALL = [
     *itertools.product(DENSE, (False, True), MODES),
     *itertools.product(("qwen3_moe", "mixtral"), (False, True), ("plain",)),
-    *itertools.product(("llama",), (True,), ("selective", "compiled")),
+    *itertools.product(("llama",), (True,), ("selective", "compiled", "chunked")),
+    *itertools.product(("qwen3",), (True,), ("chunked", "fsdp2 chunked")),
 ]
 SAMPLE = [
     ("qwen3", True, "plain"),
     ("smollm3", True, "checkpointed"),
     ("llama", False, "fsdp2"),
     ("llama", True, "selective"),
+    ("qwen3", True, "fsdp2 chunked"),
 ]
 
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from striped_cp import unshard_sequence
-from striped_cp.hf import checkpoint_keeping_attention, enable, shard_batch
+from striped_cp.hf import checkpoint_keeping_attention, chunked_loss, enable, shard_batch
 
 VOCABULARY, LAYERS, SEQ_LEN = 131, 3, 96
 DOCUMENTS = [[0, 40, 41, 96], [0, 96]]  # one of a single token
@@ -91,7 +91,10 @@ class RingCalls(TorchDispatchMode):
 
 
 def prepare(model: tf.PreTrainedModel, mode: str, mesh: Any) -> None:
-    """Of an enabled model: "plain", "checkpointed", "selective", "fsdp2", "compiled"."""
+    """Of an enabled model: "plain", "checkpointed", "selective", "fsdp2", "compiled".
+
+    Also "chunked" and "fsdp2 chunked", which is about the loss.
+    """
     if mode == "checkpointed":
         model.gradient_checkpointing_enable()
     elif mode == "selective":
@@ -99,7 +102,7 @@ def prepare(model: tf.PreTrainedModel, mode: str, mesh: Any) -> None:
     elif mode == "compiled":
         for layer in model.model.layers:
             layer.compile(fullgraph=True, backend="aot_eager")
-    elif mode == "fsdp2":
+    elif "fsdp2" in mode:
         units = [*model.model.layers, model]
         for unit in units:
             fully_shard(unit, mesh=mesh)
@@ -121,14 +124,15 @@ def compare(name: str, packed: bool, mode: str) -> dict[str, float]:
     prepare(model, mode, mesh)
     calls = RingCalls()
     with contextlib.nullcontext() if mode == "compiled" else calls:  # it cannot watch compiled code
-        loss = model(**shard_batch(ids, labels, mesh, cu_seqlens)).loss
+        batch = shard_batch(ids, labels, mesh, cu_seqlens)
+        loss = chunked_loss(model, batch, 7) if "chunked" in mode else model(**batch).loss
         loss.backward()
     total = loss.detach().clone()
     dist.all_reduce(total)
     worst = 0.0
     for (parameter, x), y in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert x.grad is not None, parameter
-        if mode == "fsdp2":
+        if "fsdp2" in mode:
             grad = x.grad.full_tensor()
         else:
             grad = x.grad.clone()

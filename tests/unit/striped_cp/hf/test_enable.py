@@ -9,7 +9,7 @@ import transformers as tf
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from striped_cp import Contiguous
-from striped_cp.hf import disable, enable, shard_batch
+from striped_cp.hf import chunked_loss, disable, enable, shard_batch
 from tests.helpers.hf_ring import DOCUMENTS, make_batch, make_model, one_rank
 
 
@@ -166,3 +166,14 @@ def test_models_and_layouts_in_one_process_and_nothing_left_behind(mesh: DeviceM
         assert not model.model._forward_hooks
         assert not any(hasattr(m, "ring_pass") for m in model.modules())
         model(input_ids=ids, labels=labels)
+
+
+def test_a_chunked_loss_knows_what_it_cannot_compute(mesh: DeviceMesh) -> None:
+    ids, labels = make_batch()
+    scaled = tf.AutoModelForCausalLM.from_config(tf.GraniteConfig(**SIZES, logits_scaling=8.0))
+    enable(scaled, mesh)
+    batch = shard_batch(ids % 32, labels.clamp(max=31), mesh)
+    with pytest.raises(ValueError, match="GraniteForCausalLM changes its logits after the output"):
+        chunked_loss(scaled, batch)
+    with pytest.raises(ValueError, match="the batch has no labels: give them to shard_batch"):
+        chunked_loss(enable(make_model("llama"), mesh), shard_batch(ids, None, mesh))
