@@ -116,8 +116,10 @@ def report(args: argparse.Namespace, overrides: list[str]) -> tuple[str, bool]:
 
         run = with_documents(run)
     plan = make_plan(run, gpu, network)
-    shown = json.dumps(text.plan_table(plan)) if args.json else text.plan_text(plan)
-    return shown, plan.fits
+    if args.json:
+        return json.dumps(text.plan_table(plan)), plan.fits
+    later = text.later_kernel_text(plan, network)
+    return "\n".join([text.plan_text(plan), *([later] if later else [])]), plan.fits
 
 
 def document_lengths(text: str | None) -> tuple[int, ...]:

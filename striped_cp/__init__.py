@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .layout import Contiguous, HeadTail, Layout, Striped
     from .observer import RingObserver, observe
     from .parallel_style import RingAttention, StripedContextParallel
+    from .selection import Selection, select_kernel
     from .shard import shard_sequence, unshard_sequence
 
 __all__ = [
@@ -22,10 +23,12 @@ __all__ = [
     "Layout",
     "RingAttention",
     "RingObserver",
+    "Selection",
     "Striped",
     "StripedContextParallel",
     "observe",
     "ring_attention",
+    "select_kernel",
     "shard_sequence",
     "unshard_sequence",
 ]
@@ -36,6 +39,7 @@ _MODULES = {
     "layout": ["Contiguous", "HeadTail", "Layout", "Striped"],
     "observer": ["RingObserver", "observe"],
     "parallel_style": ["RingAttention", "StripedContextParallel"],
+    "selection": ["Selection", "select_kernel"],
     "shard": ["shard_sequence", "unshard_sequence"],
 }
 

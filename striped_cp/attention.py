@@ -53,7 +53,7 @@ def ring_attention(
         documents: global boundaries of the documents in this rank's batch rows; None for one each.
         scale: of the logits, above 0; default 1 / sqrt(D).
         rotate_method: "ring" keeps O(S/P) keys and values, "allgather" O(S), with one collective.
-        kernel: "auto", "flash", "cudnn", "flex", "cpu" or "reference".
+        kernel: "auto", "flash", "fa3", "fa4", "cudnn", "flex", "cpu" or "reference".
         unsupported: options of other attention functions; refused unless they change nothing.
 
     DTensors: all three on one device mesh with equal placements. The axis with the name and ranks

@@ -5,6 +5,7 @@ last: a folder without it is a save that did not finish. Only `.metadata` is rea
 """
 
 import json
+import os
 import pickle
 import re
 from pathlib import Path
@@ -155,7 +156,7 @@ def check_checkpoint_files(config: StripedJobConfig) -> None:
 def _check_names(config: StripedJobConfig) -> None:
     """A file in the place of a step's folder would end the run when that step is saved."""
     folder = Path(config.job.dump_folder, config.checkpoint.folder)
-    if (folder / BRANCH).is_dir():
+    if os.path.isdir(folder / BRANCH):  # False also for a name that is too long
         raise ValueError(f"{folder / BRANCH}: a folder in the way of a file; move it elsewhere")
     for path in folder.glob("step-*") if config.checkpoint.enable else ():
         if path.is_file() and re.fullmatch(r"step-\d+", path.name):

@@ -90,8 +90,9 @@ class StripedCP:
     rotate_method: Literal["ring", "allgather"] = "ring"
     """How keys and values reach the ranks: hop by hop in O(S/P) memory, or at once in O(S)"""
 
-    kernel: Literal["auto", "flash", "cudnn", "flex", "cpu", "reference"] = "auto"
-    """Attention kernel of a tile of the ring"""
+    kernel: Literal["auto", "flash", "fa3", "fa4", "cudnn", "flex", "cpu", "reference"] = "auto"
+    """Attention kernel of a tile of the ring; "auto": the fastest of those that prove right on the
+    GPUs of the run, timed before the first step"""
 
 
 @dataclass

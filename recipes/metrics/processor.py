@@ -40,7 +40,7 @@ from recipes.models.decoder.args import TransformerModelArgs
 from recipes.planner.log import plan_line, plan_of_run, plan_scalars, timeout_warning
 from recipes.titan import ParallelDims, device_type, logger
 from recipes.titan.patches import own_tensorboard_folder
-from striped_cp import observe
+from striped_cp import Selection, observe
 
 
 class StripedMetrics(MetricsProcessor):
@@ -75,6 +75,17 @@ class StripedMetrics(MetricsProcessor):
         return super().should_log(step) or step == self.job_config.training.steps
 
     # What the trainer reports while it works.
+
+    def note_kernel(self, selection: Selection) -> None:
+        """Keep which attention kernel was taken, and how the others compare, for the summary."""
+        self.summary.kernel = {
+            "chosen": selection.kernel,
+            "relative_time": selection.relative,
+            "refused": selection.refused,
+        }
+        times = {f"kernel/{name}": ratio for name, ratio in selection.relative.items()}
+        if times:
+            self.logger.log(times, 0)
 
     def count_batch(self, boundaries: torch.Tensor | None, labels: torch.Tensor) -> None:
         """Count a batch as loaded: int64 (B, N) or None, int64 (B, S)."""

@@ -54,6 +54,7 @@ class Summary:
         self.rest = Work()
         self.peak_memory_gib = 0.0
         self.imbalances: list[float] = []
+        self.kernel: dict[str, Any] | None = None
         self.tokens_seen = 0
         self.loss: float | None = None
         self.validation_loss: float | None = None
@@ -91,6 +92,7 @@ class Summary:
             "ring_imbalance": _mean(self.imbalances[1:] or self.imbalances),
             "loss": self.loss,
             "validation_loss": self.validation_loss,
+            "kernel": self.kernel,
             "planned": self.planned,
             "logs": logs,
         }

@@ -14,10 +14,24 @@ class KernelRate:
     """Causal attention throughput in TFLOPS, forward and backward, head_dim 128, bf16, 16K tokens.
 
     FLOPs are counted with the causal half only, and 2.5 times the forward for the backward.
+
+    Attributes:
+        packed: the same where documents are packed; None: as without.
+        long: the same for tiles of 32K rows and more; None: as for 16K.
     """
 
     forward: float
     backward: float
+    packed: tuple[float, float] | None = None
+    long: tuple[float, float] | None = None
+
+    def of(self, packed: bool, rows: int) -> tuple[float, float]:
+        """Forward and backward, of tiles with so many rows."""
+        if packed and self.packed is not None:
+            return self.packed
+        if rows >= 32_768 and self.long is not None:
+            return self.long
+        return self.forward, self.backward
 
 
 @dataclass(frozen=True)
@@ -50,23 +64,28 @@ class Gpu:
 
 
 # Kernel rates.
-# "flash" is FlashAttention-2, which torch ships; "cudnn" is cuDNN through torch's SDPA.
+# "flash" is FlashAttention-2, which torch ships; "cudnn" is cuDNN through torch's SDPA; "fa3" and
+# "fa4" are packages of their own.
 # H100: kernel benchmark of MagiAttention (SandAI-org/MagiAttention, commit 2c64135, figures dated
-# 2026-02, read off the charts): FA2 363/323, SDPA 589/499, FlexAttention 384/251. The
-# FlashAttention README and the FlashAttention-3 paper (arXiv 2407.08608) agree within 8 %.
+# 2026-02, read off the charts): FA2 363/323, SDPA 589/499, FA3 672/562 (679/586 at 32K),
+# FlexAttention 384/251; with documents (variable length, four of them) FA2 345/263, FA3 585/426.
+# The FlashAttention README and the FlashAttention-3 paper (arXiv 2407.08608) agree within 8 %.
 _HOPPER = {
-    "flash": KernelRate(363, 323),
+    "flash": KernelRate(363, 323, packed=(345, 263)),
+    "fa3": KernelRate(672, 562, packed=(585, 426), long=(679, 586)),
     "cudnn": KernelRate(589, 499),
     "flex": KernelRate(384, 251),
 }
 # A100: FlashAttention README, forward + backward 189; the two are not published apart.
 # FlexAttention on A100 reaches 90 % and 85 % of it (PyTorch blog "FlexAttention").
 _A100_KERNELS = {"flash": KernelRate(189, 189), "flex": KernelRate(0.90 * 189, 0.85 * 189)}
-# B200: the same MagiAttention benchmark: SDPA 1325/940, FlexAttention 385/87. FlashAttention-2 has
+# B200: the same MagiAttention benchmark: SDPA 1325/940, FA4 1390/1090 (at 32K), FlexAttention
+# 385/87. FlashAttention-2 has
 # no published rate there; assumed: Hopper's, since it does not use Blackwell's new matrix
 # instructions.
 _B200_KERNELS = {
     "flash": _HOPPER["flash"],
+    "fa4": KernelRate(1390, 1090),
     "cudnn": KernelRate(1325, 940),
     "flex": KernelRate(385, 87),
 }

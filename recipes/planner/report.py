@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from recipes.planner.footprint import GIB
-from recipes.planner.plan import Plan
+from recipes.planner.plan import Plan, make_plan
 from recipes.planner.step_time import Hop
 
 
@@ -46,6 +47,18 @@ def plan_text(plan: Plan) -> str:
     ]
     lines += [hop_text(name, hop) for name, hop in hops(plan).items()]
     return "\n".join(lines)
+
+
+def later_kernel_text(plan: Plan, network_gb_s: float) -> str | None:
+    """What a later FlashAttention, a package of its own, would give on this GPU."""
+    later = next((name for name in ("fa4", "fa3") if name in plan.gpu.kernels), None)
+    if later is None or plan.run.kernel == later:
+        return None
+    rate = make_plan(replace(plan.run, kernel=later), plan.gpu, network_gb_s).time
+    return (
+        f'with {later} installed, which striped_cp.kernel = "auto" then times too: '
+        f"{rate.tokens_per_second_per_gpu:.1f} tokens/s/GPU"
+    )
 
 
 def mesh_text(plan: Plan) -> str:

@@ -147,13 +147,14 @@ def _levers(config: StripedJobConfig) -> Levers:
 
 
 def _kernel(config: StripedJobConfig, gpu: Gpu) -> str:
-    """The kernel that runs: "auto" is FlashAttention-2, in the ring and for packed documents.
+    """The kernel that runs: "auto" is the fastest of those that torch brings with it.
 
-    Without either, attention is torch's SDPA, which prefers cuDNN (torchtitan 0.2.2,
-    models/attention.py).
+    cuDNN takes one document a row. Without a ring torch's own SDPA prefers it too (torchtitan
+    0.2.2, models/attention.py).
     """
     kernel = config.striped_cp.kernel
     if kernel != "auto":
         return kernel
-    plain = config.parallelism.context_parallel_degree == 1 and not config.documents.mask
-    return "cudnn" if plain and "cudnn" in gpu.kernels else "flash"
+    able = ["flash"] if config.documents.mask else ["cudnn", "flash"]
+    known = [name for name in able if name in gpu.kernels]
+    return max(known, key=lambda name: gpu.kernels[name].backward)

@@ -91,11 +91,12 @@ def tile_pairs(run: Run) -> list[float]:
 def attention_seconds(run: Run, rate: KernelRate) -> tuple[list[float], list[float]]:
     """Kernel seconds per ring step of one layer and microbatch, forward and backward."""
     forward, backward = [], []
+    forward_rate, backward_rate = rate.of(bool(run.documents), run.local_tokens)
     for pairs in tile_pairs(run):
         diagonal = 1 + KERNEL_BLOCK / run.local_tokens
         flops = run.shape.attention_forward_flops(pairs) * diagonal * run.microbatch / run.tp
-        forward.append(flops / (rate.forward * 1e12))
-        backward.append(2.5 * flops / (rate.backward * 1e12))
+        forward.append(flops / (forward_rate * 1e12))
+        backward.append(2.5 * flops / (backward_rate * 1e12))
     return forward, backward
 
 

@@ -3,17 +3,23 @@
 Raises `InvalidSetting` like `recipes.preflight.checks`, which calls this.
 """
 
+from __future__ import annotations
+
 import errno
 import importlib.util
 import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from recipes.config.schema import StripedJobConfig
 from recipes.config.types import InvalidSetting
 from recipes.config.values import get
 from recipes.models.registry import shape_of
+
+if TYPE_CHECKING:
+    from striped_cp.kernels.base import Request
 
 _GB = 1e9
 _NAME_BYTES = 255  # of one name in a folder, on the file systems of Linux
@@ -96,27 +102,33 @@ def uses_ring(config: StripedJobConfig) -> bool:
     return named or config.documents.mask or config.parallelism.context_parallel_degree > 1
 
 
-def kernel_of(config: StripedJobConfig) -> str:
-    """Name of the attention kernel that the run will use on this host.
-
-    Raises:
-        InvalidSetting: the one that striped_cp.kernel names cannot serve here.
-    """
+def kernel_request(config: StripedJobConfig) -> Request:
+    """What the run asks of its attention kernel."""
     # Imported late: they import torch.
     import torch
 
     from recipes.titan.cpu_host import is_cpu_host
-    from striped_cp.kernels import choose_kernel
     from striped_cp.kernels.base import Request
 
-    request = Request(
+    return Request(
         "cpu" if is_cpu_host() else "cuda",
         getattr(torch, config.training.mixed_precision_param),
         shape_of(config).head_dim,
         config.documents.mask,
     )
+
+
+def kernel_of(config: StripedJobConfig) -> str:
+    """Name of the kernel that would serve the run on this host, without measuring.
+
+    Raises:
+        InvalidSetting: the one that striped_cp.kernel names cannot serve here.
+    """
+    # Imported late: it imports torch.
+    from striped_cp.kernels import choose_kernel
+
     try:
-        return choose_kernel(config.striped_cp.kernel, request).name
+        return choose_kernel(config.striped_cp.kernel, kernel_request(config)).name
     except ValueError as error:
         why, _, able = str(error).partition("; ")
         name = config.striped_cp.kernel

@@ -29,10 +29,10 @@ from recipes.metrics.processor import StripedMetrics
 from recipes.parallel.agreement import check_agreement, settings_and_code
 from recipes.parallel.ring import give_ring_its_group
 from recipes.parallel.startup_check import run_startup_check
-from recipes.preflight.host import kernel_of, uses_ring
 from recipes.process import faults, preemption
 from recipes.titan import IGNORE_INDEX, ParallelDims, cpu_host, dist_utils, logger
 from recipes.titan.patches import checkpointer, own_store
+from recipes.train.kernel import select_run_kernel
 from recipes.train.pipeline import loss_of_last_stage, pipeline_loss
 from recipes.weights.export import finish_export
 
@@ -45,6 +45,8 @@ class StripedTrainer(Trainer):
     def __init__(self, job_config: StripedJobConfig) -> None:
         with checkpointer(StripedCheckpoints):
             super().__init__(job_config)
+        if self.kernel is not None:
+            self.metrics_processor.note_kernel(self.kernel)
         data = {"the tokenizer": tokenizer_identity(self.tokenizer)}
         data["the training data"] = self.dataloader.source.identity
         if job_config.validation.enable:
@@ -80,10 +82,11 @@ class StripedTrainer(Trainer):
         check_agreement(settings_and_code(self.job_config))
         timeout = timedelta(seconds=self.job_config.comm.init_timeout_seconds)
         give_ring_its_group(parallel_dims, timeout)
-        logger.info(_versions(self.job_config, parallel_dims))
+        logger.info(_versions(parallel_dims))
         if self.job_config.rope.on_mismatch == "take":
             logger.info(f"[rope] is that of the weights: {self.job_config.rope}")
         run_startup_check(self.job_config, parallel_dims, self.device)
+        self.kernel = select_run_kernel(self.job_config, parallel_dims)
         return parallel_dims
 
     def should_continue_training(self) -> bool:
@@ -282,16 +285,15 @@ class StripedTrainer(Trainer):
         return self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard
 
 
-def _versions(config: StripedJobConfig, parallel_dims: ParallelDims) -> str:
-    """One line: versions, mesh, kernel."""
+def _versions(parallel_dims: ParallelDims) -> str:
+    """One line: versions and mesh."""
     nccl = "no NCCL"
     if torch.distributed.is_nccl_available() and torch.cuda.is_available():
         nccl = "NCCL " + ".".join(map(str, torch.cuda.nccl.version()))
     degrees = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
     mesh = ", ".join(f"{name} {getattr(parallel_dims, name)}" for name in degrees)
     nodes = parallel_dims.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    kernel = kernel_of(config) if uses_ring(config) else "torch's own attention"
     return (
         f"torch {torch.__version__}, {nccl}, backend {torch.distributed.get_backend()}; "
-        f"{parallel_dims.world_size} ranks on {nodes} nodes, mesh {mesh}; kernel {kernel}"
+        f"{parallel_dims.world_size} ranks on {nodes} nodes, mesh {mesh}"
     )

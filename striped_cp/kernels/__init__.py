@@ -5,13 +5,21 @@ from __future__ import annotations
 from .base import Kernel, Request
 from .cpu import CpuKernel
 from .cudnn import CudnnKernel
-from .flash import FlashKernel
+from .flash import Flash3Kernel, Flash4Kernel, FlashKernel
 from .flex import FlexKernel
 from .reference import ReferenceKernel
 
 KERNELS: dict[str, Kernel] = {
     kernel.name: kernel
-    for kernel in (FlashKernel(), CudnnKernel(), FlexKernel(), CpuKernel(), ReferenceKernel())
+    for kernel in (
+        FlashKernel(),
+        Flash3Kernel(),
+        Flash4Kernel(),
+        CudnnKernel(),
+        FlexKernel(),
+        CpuKernel(),
+        ReferenceKernel(),
+    )
 }
 
 
@@ -31,11 +39,10 @@ def choose_kernel(name: str, request: Request) -> Kernel:
 
 
 def _automatic(request: Request) -> str:
-    """By device, dtype and head size: the fastest that serves.
+    """By device, dtype and head size, without measuring (`select_kernel` does).
 
-    FlashAttention covers every layout and packing on CUDA in 16 bits; what it refuses (float32, odd
-    head sizes) FlexAttention computes. cuDNN is faster on Hopper for one document, but is picked by
-    name only: it takes no documents, and a run must not change kernels with its data.
+    FlashAttention-2 covers every layout and packing on CUDA in 16 bits; what it refuses (float32,
+    odd head sizes) FlexAttention computes.
     """
     if request.device_type == "cpu":
         return "cpu"

@@ -103,9 +103,14 @@ class TileAttention(Protocol):
 
 
 class Kernel(TileAttention, Protocol):
-    """A way to compute tiles that a user can name."""
+    """A way to compute tiles that a user can name.
+
+    Attributes:
+        device_type: what it is made for; None: any, and for no speed.
+    """
 
     name: str
+    device_type: str | None
 
     def refuse(self, request: Request) -> str | None:
         """Why the kernel cannot serve, in one clause; None if it can."""

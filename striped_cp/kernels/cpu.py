@@ -13,6 +13,7 @@ aten = torch.ops.aten
 
 class CpuKernel(DenseKernel):
     name = "cpu"
+    device_type: str | None = "cpu"
 
     def refuse(self, request: Request) -> str | None:
         if request.device_type != "cpu":

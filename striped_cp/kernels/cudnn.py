@@ -13,6 +13,7 @@ aten = torch.ops.aten
 
 class CudnnKernel(DenseKernel):
     name = "cudnn"
+    device_type: str | None = "cuda"
 
     def refuse(self, request: Request) -> str | None:
         reason = refuse_16_bit_cuda(request, max_head_dim=128)

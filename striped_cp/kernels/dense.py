@@ -115,7 +115,7 @@ def refuse_old_gpu() -> str | None:
     FlashAttention and cuDNN's attention as torch 2.13 builds them, and Triton 3, on which
     FlexAttention rests, begin with compute capability 8.0 (Ampere).
     """
-    capability = _compute_capability()
+    capability = compute_capability()
     if capability is None or capability >= (8, 0):
         return None
     major, minor = capability
@@ -123,7 +123,7 @@ def refuse_old_gpu() -> str | None:
 
 
 @cache
-def _compute_capability() -> tuple[int, int] | None:
+def compute_capability() -> tuple[int, int] | None:
     """None without a GPU, or where it is none of NVIDIA's."""
     if torch.version.hip is not None or not torch.cuda.is_available():
         return None

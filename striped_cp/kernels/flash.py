@@ -1,6 +1,7 @@
-"""FlashAttention as built into torch: version 2. Others that the user has activated
-(`torch.nn.attention.activate_flash_attention_impl`) answer the same calls and are untried; they too
-must write finite rows for queries that see no key.
+"""FlashAttention: version 2, which torch ships, and 3 and 4, which answer the same calls of torch.
+
+torch gives the calls to another version that is installed when that is activated
+(`torch.nn.attention.activate_flash_attention_impl`); each kernel here activates its own.
 
 Without documents a block is one dense call. With documents a pass of a tile is one variable-length
 call over the batch packed to (B * n) rows, whatever the number of documents.
@@ -8,24 +9,32 @@ call over the batch packed to (B * n) rows, whatever the number of documents.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
-from typing import NamedTuple
+from functools import cache
+from typing import NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import attention
 
 from ..blocks import COUNT, K_LEN, K_START, Q_LEN, Q_START, ROW, Mask, Pass
 from ..tiles import Tile
 from .base import BackwardInputs, Inputs, Partial, PartialGradients, Region, Request
-from .dense import DenseKernel, refuse_16_bit_cuda, rowwise_dense
+from .dense import DenseKernel, compute_capability, refuse_16_bit_cuda, rowwise_dense
 
 aten = torch.ops.aten
+Result = TypeVar("Result", Partial, PartialGradients)
 
 
 class FlashKernel(DenseKernel):
+    """Version 2; or what the user has activated, which then is untried."""
+
     name = "flash"
+    device_type: str | None = "cuda"
+    version: str | None = None  # as torch calls it; None: its own
 
     def refuse(self, request: Request) -> str | None:
         return refuse_16_bit_cuda(request, max_head_dim=256)
@@ -61,18 +70,125 @@ class FlashKernel(DenseKernel):
         return dq, dk, dv
 
     def forward(self, x: Inputs, tile: Tile, scale: float) -> Iterator[Partial]:
+        _activate(self.version)
         if tile.documents is None:
             yield from super().forward(x, tile, scale)
             return
         for tile_pass in tile.passes:
-            yield _forward_pass(x, tile_pass, scale)
+            yield self._clean(_forward_pass(x, tile_pass, scale), tile_pass)
 
     def backward(self, x: BackwardInputs, tile: Tile, scale: float) -> Iterator[PartialGradients]:
+        _activate(self.version)
         if tile.documents is None:
             yield from super().backward(x, tile, scale)
             return
         for tile_pass in tile.passes:
-            yield _backward_pass(x, tile_pass, scale)
+            yield self._clean(_backward_pass(x, tile_pass, scale), tile_pass)
+
+    def _clean(self, result: Result, tile_pass: Pass) -> Result:
+        """What a version leaves unwritten in the rows of no block, written."""
+        return result
+
+
+class InstalledFlashKernel(FlashKernel):
+    """A later version, from a package of its own.
+
+    Rows that see no key, or that no query sees: their gradients are memory as it was found
+    (`torch.nn.attention._fa3`, torch 2.13: `empty_like`), their LSE is -inf.
+    """
+
+    capabilities: tuple[int, ...]
+    module: str
+    install: str
+
+    def refuse(self, request: Request) -> str | None:
+        reason = refuse_16_bit_cuda(request, max_head_dim=128)
+        if reason is not None:
+            return reason
+        capability = compute_capability()
+        if capability is not None and capability[0] not in self.capabilities:
+            needed = " or ".join(f"{number}.x" for number in self.capabilities)
+            has = ".".join(map(str, capability))
+            return f"it needs a GPU of compute capability {needed}, this one has {has}"
+        if not _is_installed(self.module):
+            return f"{self.module} is not installed ({self.install})"
+        if torch.are_deterministic_algorithms_enabled():
+            return "that its backward is deterministic is not known, which torch was asked for"
+        return None
+
+    def _clean(self, result: Result, tile_pass: Pass) -> Result:
+        if isinstance(result, Partial):
+            idle = _idle_rows(tile_pass, result.out, Q_START, Q_LEN)
+            return result._replace(
+                out=result.out.masked_fill(idle[..., None], 0.0),
+                lse=result.lse.masked_fill(idle, float("-inf")),
+            )
+        queries = _idle_rows(tile_pass, result.dq, Q_START, Q_LEN)[..., None]
+        keys = _idle_rows(tile_pass, result.dk, K_START, K_LEN)[..., None]
+        return result._replace(
+            dq=result.dq.masked_fill(queries, 0.0),
+            dk=result.dk.masked_fill(keys, 0.0),
+            dv=result.dv.masked_fill(keys, 0.0),
+        )
+
+
+class Flash3Kernel(InstalledFlashKernel):
+    name = "fa3"
+    version = "FA3"
+    capabilities = (9,)
+    module = "flash_attn_interface"
+    install = "FlashAttention's repository, hopper/: python setup.py install"
+
+
+class Flash4Kernel(InstalledFlashKernel):
+    name = "fa4"
+    version = "FA4"
+    capabilities = (9, 10)
+    module = "flash_attn.cute.interface"
+    install = "pip install flash-attn-4"
+
+
+# What this module has activated.
+_activated: str | None = None
+
+
+def _activate(version: str | None) -> None:
+    """Let torch's calls go to a version; None takes back what was activated here, and no more."""
+    global _activated
+    if version == _activated:
+        return
+    if version is None:
+        attention.restore_flash_attention_impl()
+    else:
+        attention.activate_flash_attention_impl(version)
+    _activated = version
+
+
+@cache
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of its package
+        return False
+
+
+def _idle_rows(tile_pass: Pass, like: Tensor, start: int, length: int) -> Tensor:
+    """bool (B, 1, n): the rows of (B, H, n, D) that are in no block of the pass."""
+    batch, _, rows, _ = like.shape
+    known = _idle.setdefault(tile_pass, {})
+    if start not in known:
+        blocks, offset = _repeated(tile_pass, rows)
+        first = blocks[:, start] + offset
+        borders = np.zeros(batch * rows + 1, np.int64)
+        np.add.at(borders, first, 1)
+        np.add.at(borders, first + blocks[:, length], -1)
+        idle = torch.from_numpy(borders.cumsum()[:-1] == 0).view(batch, 1, rows)
+        known[start] = idle.to(like.device)
+    return known[start]
+
+
+# By pass and column of its blocks, as long as a batch's plans.
+_idle: WeakKeyDictionary[Pass, dict[int, Tensor]] = WeakKeyDictionary()
 
 
 # Each pass is a call of its own, for the reason given in `DenseKernel.forward`.
@@ -167,10 +283,7 @@ def packed_segments(tile_pass: Pass, batch: int, rows: int) -> np.ndarray:
     Rows between two blocks become segments of their own, (length, 0) or (0, length): they attend to
     nothing and nothing attends to them.
     """
-    blocks = np.repeat(tile_pass.blocks, tile_pass.blocks[:, COUNT], axis=0)
-    first = np.cumsum(tile_pass.blocks[:, COUNT]) - tile_pass.blocks[:, COUNT]
-    repeat = np.arange(len(blocks)) - np.repeat(first, tile_pass.blocks[:, COUNT])
-    offset = blocks[:, ROW] * rows + repeat * tile_pass.stride
+    blocks, offset = _repeated(tile_pass, rows)
     q, k = blocks[:, Q_START] + offset, blocks[:, K_START] + offset
     q_end, k_end = q + blocks[:, Q_LEN], k + blocks[:, K_LEN]
     q_gap = np.append(q, batch * rows) - np.insert(q_end, 0, 0)
@@ -180,6 +293,14 @@ def packed_segments(tile_pass: Pass, batch: int, rows: int) -> np.ndarray:
     segments[1::3, 1] = k_gap
     segments[2::3] = blocks[:, [Q_LEN, K_LEN]]
     return segments[segments.any(axis=1)]
+
+
+def _repeated(tile_pass: Pass, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Every block by itself, and what its starts are off by in the packed rows."""
+    counts = tile_pass.blocks[:, COUNT]
+    blocks = np.repeat(tile_pass.blocks, counts, axis=0)
+    repeat = np.arange(len(blocks)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return blocks, blocks[:, ROW] * rows + repeat * tile_pass.stride
 
 
 def _pack(x: Tensor, reverse: bool) -> Tensor:

@@ -25,6 +25,7 @@ _AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 
 class FlexKernel:
     name = "flex"
+    device_type: str | None = "cuda"
 
     def refuse(self, request: Request) -> str | None:
         if request.device_type != "cuda":

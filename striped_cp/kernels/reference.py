@@ -15,6 +15,7 @@ from .dense import DenseKernel
 
 class ReferenceKernel(DenseKernel):
     name = "reference"
+    device_type: str | None = None
 
     def refuse(self, request: Request) -> str | None:
         return None

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from tests.helpers.runs import RECIPE, ROOT
 
-_STEP = re.compile(r"step: +(\d+) +loss: +(\S+)")
+# Of training: a line of validation looks alike.
+_STEP = re.compile(r"(?<!validate )step: +(\d+) +loss: +(\S+)")
 
 
 class Disturbed:
@@ -33,6 +34,8 @@ class Disturbed:
         **environment: str,
     ) -> None:
         launcher = (sys.executable, "-m", "torch.distributed.run")
+        if script != "train.py":  # which finds the checkout itself
+            environment["PYTHONPATH"] = str(ROOT)
         training = (script, "--job.config_file", RECIPE)
         self.process = subprocess.Popen(
             [*wrapper, *launcher, *torchrun, "--nproc_per_node", str(ranks), *training, *settings],

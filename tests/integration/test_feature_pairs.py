@@ -1,7 +1,6 @@
 """Every pair of features in a run that saves, is asked to leave, and goes on as if it never had."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -73,7 +72,6 @@ def run(row: Row, folder: Path, files: dict[str, str], leave: bool = False) -> D
         ranks,
         *("--job.dump_folder", str(folder), *BASE, *settings),
         script="tests/helpers/stopping_train.py" if leave else "train.py",
-        PYTHONPATH=os.getcwd(),
         LEAVE_STEP=str(LEAVE_STEP),
         LEAVE_RANK=str(ranks - 1),
     )

@@ -89,7 +89,11 @@ def test_command_line_wins_over_the_file(tmp_path: Path) -> None:
         ("optimizer", 'lr = "1e-3"', "a number"),
         ("metrics", "enable_tensorboard = 1", "true or false"),
         ("striped_cp", "block_size = 0", "at least 1"),
-        ("striped_cp", 'kernel = "triton"', '"auto", "flash", "cudnn", "flex", "cpu"'),
+        (
+            "striped_cp",
+            'kernel = "triton"',
+            '"flash", "fa3", "fa4", "cudnn", "flex", "cpu"',
+        ),
         ("striped_cp", 'rotate_method = "alltoall"', '"ring", "allgather"'),
         ("documents", 'mask = "yes"', "true or false"),
         ("rope", 'scaling = "linear"', '"none", "llama3", "yarn"'),

@@ -233,6 +233,7 @@ def test_summary(tmp_path):
         "ring_imbalance": 1.1,
         "loss": 4.0,
         "validation_loss": 4.5,
+        "kernel": None,
         "planned": {},
         "logs": "run/tb",
     }

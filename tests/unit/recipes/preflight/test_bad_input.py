@@ -222,7 +222,7 @@ def test_what_does_not_go_together(monkeypatch, capfd, args: list[str], expected
 
 def test_a_gpu_that_is_too_old_for_every_fast_kernel(monkeypatch, capfd) -> None:
     monkeypatch.setattr(cpu_host, "is_cpu_host", lambda: False)
-    monkeypatch.setattr(dense, "_compute_capability", lambda: (7, 5))
+    monkeypatch.setattr(dense, "compute_capability", lambda: (7, 5))
     line = refusal(monkeypatch, capfd)
     assert 'striped_cp.kernel = "auto": it needs a GPU of compute capability 8.0 or later' in line
     assert line.endswith("this one has 7.5; allowed: kernels that can: 'reference'")

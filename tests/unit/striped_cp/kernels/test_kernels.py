@@ -62,7 +62,7 @@ def test_an_explicit_choice_that_cannot_serve_says_why(name, wanted, message):
 
 @pytest.mark.parametrize(("capability", "name"), [((7, 5), None), ((8, 0), "flash")])
 def test_gpus_that_are_too_old_are_refused_by_their_capability(monkeypatch, capability, name):
-    monkeypatch.setattr(dense, "_compute_capability", lambda: capability)
+    monkeypatch.setattr(dense, "compute_capability", lambda: capability)
     if name is not None:
         assert choose_kernel("auto", request()).name == name
         return

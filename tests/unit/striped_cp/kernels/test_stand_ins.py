@@ -1,0 +1,73 @@
+"""The calls of the CUDA kernels, on operators that compute as the C++ does."""
+
+import itertools
+
+import pytest
+import torch
+
+from striped_cp import Contiguous, Documents, HeadTail, Striped
+from striped_cp.kernels import KERNELS, cudnn, flash
+from tests.helpers.cuda_stand_ins import stand_ins
+from tests.helpers.loopback import random_inputs, run_loopback
+from tests.helpers.own_layout import Snake
+from tests.helpers.reference import check_close, reference_gradients
+
+LAYOUTS = [Striped(), Striped(2), Striped(4), HeadTail(), Contiguous(), Snake(2)]
+SEQ_LEN = 48
+# Of two batch rows each; None: one document a row, dense calls.
+PACKINGS = {
+    "none": None,
+    "one": [[0, SEQ_LEN], [0, SEQ_LEN]],
+    "short": [[0, 1, 2, 3, 5, 8, 13, 21, 34, SEQ_LEN], [0, *range(1, SEQ_LEN + 1)]],
+    "long and short": [[0, 40, 41, 43, SEQ_LEN], [0, 3, 4, SEQ_LEN]],
+    "odd": [[0, 7, 24, 31, SEQ_LEN], [0, 17, SEQ_LEN]],
+}
+HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1)}
+# Every pair of layout and packing, with the other choices in turn.
+CASES = [
+    (layout, packing, *rest)
+    for (layout, packing), rest in zip(
+        itertools.product(LAYOUTS, PACKINGS),
+        itertools.cycle(itertools.product((2, 3, 4, 1), HEADS, ("ring", "allgather"))),
+        strict=False,
+    )
+]
+
+
+@pytest.mark.parametrize("kernel", ["flash", "fa3", "cudnn"])
+@pytest.mark.parametrize(
+    ("layout", "packing", "world_size", "heads", "rotate_method"),
+    CASES,
+    ids=lambda x: getattr(x, "spec", str(x)),
+)
+def test_calls_give_the_right_numbers(
+    monkeypatch, kernel, layout, packing, world_size, heads, rotate_method
+):
+    if kernel == "cudnn" and PACKINGS[packing] is not None:
+        pytest.skip("cuDNN serves no documents")
+    operators = stand_ins(3 if kernel == "fa3" else 2)
+    monkeypatch.setattr(flash, "aten", operators)
+    monkeypatch.setattr(cudnn, "aten", operators)
+    monkeypatch.setattr(flash, "_activate", lambda version: None)
+    cuts = PACKINGS[packing]
+    documents = None if cuts is None else Documents.from_cu_seqlens(cuts)
+    inputs = random_inputs(2, HEADS[heads], SEQ_LEN, 8, torch.float64, 2.0)
+    got = run_loopback(
+        inputs, layout, world_size, documents, kernel=kernel, rotate_method=rotate_method
+    )
+    for name, x, want in zip(
+        ("out", "dq", "dk", "dv"), got, reference_gradients(*inputs, documents), strict=True
+    ):
+        check_close(name, x, want)
+
+
+def test_each_version_of_flash_attention_activates_its_own(monkeypatch):
+    calls = []
+    monkeypatch.setattr(flash, "_activated", None)
+    monkeypatch.setattr(flash.attention, "activate_flash_attention_impl", calls.append)
+    monkeypatch.setattr(
+        flash.attention, "restore_flash_attention_impl", lambda: calls.append("restore")
+    )
+    for name in ("flash", "fa3", "fa3", "fa4", "flash", "flash"):
+        flash._activate(KERNELS[name].version)
+    assert calls == ["FA3", "FA4", "restore"]
