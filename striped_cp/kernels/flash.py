@@ -3,8 +3,8 @@
 torch gives the calls to another version that is installed when that is activated
 (`torch.nn.attention.activate_flash_attention_impl`); each kernel here activates its own.
 
-Without documents a block is one dense call. With documents a pass of a tile is one variable-length
-call over the batch packed to (B * n) rows, whatever the number of documents.
+Without documents a block is one dense call. With documents varlen.py says which rows of a pass go
+into which call.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from functools import cache
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 from torch.nn import attention
 
-from ..blocks import COUNT, K_LEN, K_START, Q_LEN, Q_START, ROW, Mask, Pass
+from ..blocks import Mask, Pass
 from ..tiles import Tile
 from .base import BackwardInputs, Inputs, Partial, PartialGradients, Region, Request
 from .dense import DenseKernel, compute_capability, refuse_16_bit_cuda, rowwise_dense
+from .varlen import Call, calls_of
 
 aten = torch.ops.aten
-Result = TypeVar("Result", Partial, PartialGradients)
 
 
 class FlashKernel(DenseKernel):
@@ -35,6 +35,7 @@ class FlashKernel(DenseKernel):
     name = "flash"
     device_type: str | None = "cuda"
     version: str | None = None  # as torch calls it; None: its own
+    writes_idle_rows = True
 
     def refuse(self, request: Request) -> str | None:
         return refuse_16_bit_cuda(request, max_head_dim=256)
@@ -75,7 +76,13 @@ class FlashKernel(DenseKernel):
             yield from super().forward(x, tile, scale)
             return
         for tile_pass in tile.passes:
-            yield self._clean(_forward_pass(x, tile_pass, scale), tile_pass)
+            for call in device_calls(tile_pass, x.query):
+                # Calls of their own, for the reason given in `DenseKernel.forward`.
+                if call.arguments is None:
+                    mask = tile_pass.mask
+                    yield self._forward_block(x, mask, call.queries, call.keys, scale)
+                else:
+                    yield self._forward_call(x, tile_pass.mask, call, scale)
 
     def backward(self, x: BackwardInputs, tile: Tile, scale: float) -> Iterator[PartialGradients]:
         _activate(self.version)
@@ -83,20 +90,82 @@ class FlashKernel(DenseKernel):
             yield from super().backward(x, tile, scale)
             return
         for tile_pass in tile.passes:
-            yield self._clean(_backward_pass(x, tile_pass, scale), tile_pass)
+            for call in device_calls(tile_pass, x.query):
+                if call.arguments is None:
+                    mask = tile_pass.mask
+                    yield self._backward_block(x, mask, call.queries, call.keys, scale)
+                else:
+                    yield self._backward_call(x, tile_pass.mask, call, scale)
 
-    def _clean(self, result: Result, tile_pass: Pass) -> Result:
-        """What a version leaves unwritten in the rows of no block, written."""
-        return result
+    def _forward_call(self, x: Inputs, mask: Mask, call: DeviceCall, scale: float) -> Partial:
+        assert call.arguments is not None
+        reverse = mask is Mask.ANTICAUSAL
+        batch = call.queries.of(x.query).shape[0]
+        q = _some(_pack(x.query, call.queries, reverse), call.query_rows)
+        k, v = (_some(_pack(y, call.keys, reverse), call.key_rows) for y in (x.key, x.value))
+        out, lse, *_ = aten._flash_attention_forward(
+            q, k, v, *call.arguments, 0.0, mask is not Mask.FULL, False, scale=scale
+        )
+        del q, k, v
+        if not self.writes_idle_rows:
+            out = out.index_fill(0, call.idle, 0.0)
+            lse = lse.index_fill(1, call.idle, float("-inf"))
+        if call.query_rows is not None:
+            out = _among(out, call.query_rows, batch * call.queries.length)
+            seen = lse
+            lse = seen.new_full((len(seen), len(out)), float("-inf"))
+            lse.index_copy_(1, call.query_rows, seen)
+        if reverse:
+            out, lse = out.flip(0), lse.flip(1)
+        lse = lse.unflatten(1, (batch, -1)).transpose(0, 1)
+        return Partial(call.queries, _unpack(out, batch), lse)
+
+    def _backward_call(
+        self, x: BackwardInputs, mask: Mask, call: DeviceCall, scale: float
+    ) -> PartialGradients:
+        assert call.arguments is not None
+        reverse = mask is Mask.ANTICAUSAL
+        batch = call.queries.of(x.query).shape[0]
+        q, o, g = (
+            _some(_pack(y, call.queries, reverse), call.query_rows)
+            for y in (x.query, x.out, x.grad_out)
+        )
+        k, v = (_some(_pack(y, call.keys, reverse), call.key_rows) for y in (x.key, x.value))
+        lse = call.queries.of(x.lse).transpose(0, 1).flatten(1)
+        if reverse:
+            lse = lse.flip(1)
+        if call.query_rows is not None:
+            lse = lse.index_select(1, call.query_rows)
+        dq, *dkv = aten._flash_attention_backward(
+            g,
+            q,
+            k,
+            v,
+            o,
+            lse.contiguous(),
+            *call.arguments,
+            0.0,
+            mask is not Mask.FULL,
+            *_no_dropout_state(q),
+            scale=scale,
+        )
+        del g, q, k, v, o
+        if not self.writes_idle_rows:
+            dq = dq.index_fill(0, call.idle, 0.0)
+        dq = _among(dq, call.query_rows, batch * call.queries.length)
+        dkv = [_among(y, call.key_rows, batch * call.keys.length) for y in dkv]
+        dq, dk, dv = (_unpack(y.flip(0) if reverse else y, batch) for y in (dq, *dkv))
+        return PartialGradients(call.queries, call.keys, dq, dk, dv)
 
 
 class InstalledFlashKernel(FlashKernel):
     """A later version, from a package of its own.
 
-    Rows that see no key, or that no query sees: their gradients are memory as it was found
-    (`torch.nn.attention._fa3`, torch 2.13: `empty_like`), their LSE is -inf.
+    In rows that see no key it leaves memory as it found it (`torch.nn.attention._fa3`, torch 2.13:
+    `empty_like`).
     """
 
+    writes_idle_rows = False
     capabilities: tuple[int, ...]
     module: str
     install: str
@@ -115,21 +184,6 @@ class InstalledFlashKernel(FlashKernel):
         if torch.are_deterministic_algorithms_enabled():
             return "that its backward is deterministic is not known, which torch was asked for"
         return None
-
-    def _clean(self, result: Result, tile_pass: Pass) -> Result:
-        if isinstance(result, Partial):
-            idle = _idle_rows(tile_pass, result.out, Q_START, Q_LEN)
-            return result._replace(
-                out=result.out.masked_fill(idle[..., None], 0.0),
-                lse=result.lse.masked_fill(idle, float("-inf")),
-            )
-        queries = _idle_rows(tile_pass, result.dq, Q_START, Q_LEN)[..., None]
-        keys = _idle_rows(tile_pass, result.dk, K_START, K_LEN)[..., None]
-        return result._replace(
-            dq=result.dq.masked_fill(queries, 0.0),
-            dk=result.dk.masked_fill(keys, 0.0),
-            dv=result.dv.masked_fill(keys, 0.0),
-        )
 
 
 class Flash3Kernel(InstalledFlashKernel):
@@ -172,141 +226,90 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def _idle_rows(tile_pass: Pass, like: Tensor, start: int, length: int) -> Tensor:
-    """bool (B, 1, n): the rows of (B, H, n, D) that are in no block of the pass."""
-    batch, _, rows, _ = like.shape
-    known = _idle.setdefault(tile_pass, {})
-    if start not in known:
-        blocks, offset = _repeated(tile_pass, rows)
-        first = blocks[:, start] + offset
-        borders = np.zeros(batch * rows + 1, np.int64)
-        np.add.at(borders, first, 1)
-        np.add.at(borders, first + blocks[:, length], -1)
-        idle = torch.from_numpy(borders.cumsum()[:-1] == 0).view(batch, 1, rows)
-        known[start] = idle.to(like.device)
-    return known[start]
-
-
-# By pass and column of its blocks, as long as a batch's plans.
-_idle: WeakKeyDictionary[Pass, dict[int, Tensor]] = WeakKeyDictionary()
-
-
-# Each pass is a call of its own, for the reason given in `DenseKernel.forward`.
-
-
-def _forward_pass(x: Inputs, tile_pass: Pass, scale: float) -> Partial:
-    batch, heads, rows, _ = x.query.shape
-    plan = varlen_plan(tile_pass, batch, rows, x.query.device)
-    q, k, v = (_pack(tensor, plan.reverse) for tensor in x)
-    out, lse, *_ = aten._flash_attention_forward(
-        q, k, v, *plan.arguments, 0.0, plan.causal, False, scale=scale
-    )
-    del q, k, v
-    if plan.reverse:
-        out, lse = out.flip(0), lse.flip(1)
-    return Partial(
-        Region(slice(None), 0, rows),
-        _unpack(out, batch),
-        lse.view(heads, batch, rows).transpose(0, 1),
-    )
-
-
-def _backward_pass(x: BackwardInputs, tile_pass: Pass, scale: float) -> PartialGradients:
-    batch, _, rows, _ = x.query.shape
-    plan = varlen_plan(tile_pass, batch, rows, x.query.device)
-    q, k, v, o, g = (_pack(tensor, plan.reverse) for tensor in (*x[:4], x.grad_out))
-    packed_lse = x.lse.transpose(0, 1).flatten(1)
-    if plan.reverse:
-        packed_lse = packed_lse.flip(1)
-    grads = aten._flash_attention_backward(
-        g,
-        q,
-        k,
-        v,
-        o,
-        packed_lse.contiguous(),
-        *plan.arguments,
-        0.0,
-        plan.causal,
-        *_no_dropout_state(q),
-        scale=scale,
-    )
-    del g, q, k, v, o
-    dq, dk, dv = (_unpack(y.flip(0) if plan.reverse else y, batch) for y in grads)
-    everything = Region(slice(None), 0, rows)
-    return PartialGradients(everything, everything, dq, dk, dv)
-
-
-class VarlenPlan(NamedTuple):
-    """Arguments of one variable-length call.
+class DeviceCall(NamedTuple):
+    """A `varlen.Call` as the kernel takes it.
 
     Attributes:
         arguments: cu_seqlens of queries and of keys, int32 on the device; longest segment of each.
-        reverse: rows are passed in reverse order, which turns an anticausal block causal.
+            None: a dense call.
+        query_rows, key_rows, idle: as in `varlen.Call`, int64 on the device.
     """
 
-    arguments: tuple[Tensor, Tensor, int, int]
-    causal: bool
-    reverse: bool
+    queries: Region
+    keys: Region
+    arguments: tuple[Tensor, Tensor, int, int] | None
+    query_rows: Tensor | None
+    key_rows: Tensor | None
+    idle: Tensor
 
 
 # Built on a pass's first use in a batch, then shared by all layers, forward and backward.
-_plans: WeakKeyDictionary[Pass, VarlenPlan] = WeakKeyDictionary()
+_calls: WeakKeyDictionary[Pass, list[DeviceCall]] = WeakKeyDictionary()
 
 
-def varlen_plan(tile_pass: Pass, batch: int, rows: int, device: torch.device) -> VarlenPlan:
-    """The call that computes every block of the pass over `batch` * `rows` packed rows."""
-    plan = _plans.get(tile_pass)
-    if plan is None:
-        segments = packed_segments(tile_pass, batch, rows)
-        cu_seqlens = np.concatenate([np.zeros((1, 2), np.int64), segments.cumsum(0)]).astype(
-            np.int32
+def device_calls(tile_pass: Pass, query: Tensor) -> list[DeviceCall]:
+    """The calls of a pass; what they need on the query's device goes there in one piece."""
+    if tile_pass not in _calls:
+        batch, _, rows, _ = query.shape
+        calls = calls_of(tile_pass, batch, rows)
+        lists = [part for call in calls for part in _device_parts(call)]
+        packed = torch.from_numpy(np.concatenate(lists))
+        if query.is_cuda:
+            packed = packed.pin_memory()
+        parts = iter(
+            packed.to(query.device, non_blocking=True).split([len(part) for part in lists])
         )
-        reverse = tile_pass.mask is Mask.ANTICAUSAL
-        if reverse:
-            cu_seqlens = (batch * rows - cu_seqlens)[::-1]
-        cu_q, cu_k = (
-            torch.from_numpy(np.ascontiguousarray(cu_seqlens[:, i])).to(device, non_blocking=True)
-            for i in range(2)
-        )
+        _calls[tile_pass] = [_on_device(call, parts, batch, rows) for call in calls]
+    return _calls[tile_pass]
+
+
+def _device_parts(call: Call) -> list[np.ndarray]:
+    """int64: cu_seqlens of queries and of keys, rows that are passed, idle rows."""
+    segments = np.empty((0, 2), np.int64) if call.segments is None else call.segments
+    cu_seqlens = np.concatenate([np.zeros((1, 2), np.int64), segments.cumsum(0)])
+    rows = [call.idle[:0] if x is None else x for x in (call.query_rows, call.key_rows)]
+    return [cu_seqlens[:, 0], cu_seqlens[:, 1], *rows, call.idle]
+
+
+def _on_device(call: Call, parts: Iterator[Tensor], batch: int, rows: int) -> DeviceCall:
+    cu_q, cu_k, query_rows, key_rows, idle = (next(parts) for _ in range(5))
+    arguments = None
+    if call.segments is not None:
         # An upper bound serves. With 1, torch's kernel regroups the queries of grouped-query
         # attention as (segments, heads, D), which counts empty segments too (torch 2.13).
-        longest_q, longest_k = segments.max(0).clip(2).tolist()
-        causal = tile_pass.mask is not Mask.FULL
-        plan = _plans[tile_pass] = VarlenPlan((cu_q, cu_k, longest_q, longest_k), causal, reverse)
-    return plan
+        longest_q, longest_k = call.segments.max(0).clip(2).tolist()
+        arguments = cu_q.int(), cu_k.int(), longest_q, longest_k
+    return DeviceCall(
+        _region(call.queries, batch, rows),
+        _region(call.keys, batch, rows),
+        arguments,
+        None if call.query_rows is None else query_rows,
+        None if call.key_rows is None else key_rows,
+        idle,
+    )
 
 
-def packed_segments(tile_pass: Pass, batch: int, rows: int) -> np.ndarray:
-    """(query length, key length) of consecutive segments that tile the packed rows: int64 (N, 2).
-
-    Rows between two blocks become segments of their own, (length, 0) or (0, length): they attend to
-    nothing and nothing attends to them.
-    """
-    blocks, offset = _repeated(tile_pass, rows)
-    q, k = blocks[:, Q_START] + offset, blocks[:, K_START] + offset
-    q_end, k_end = q + blocks[:, Q_LEN], k + blocks[:, K_LEN]
-    q_gap = np.append(q, batch * rows) - np.insert(q_end, 0, 0)
-    k_gap = np.append(k, batch * rows) - np.insert(k_end, 0, 0)
-    segments = np.zeros((3 * len(blocks) + 2, 2), np.int64)
-    segments[0::3, 0] = q_gap
-    segments[1::3, 1] = k_gap
-    segments[2::3] = blocks[:, [Q_LEN, K_LEN]]
-    return segments[segments.any(axis=1)]
+def _region(packed: tuple[int, int], batch: int, rows: int) -> Region:
+    first, end = packed
+    if end - first > rows:
+        return Region(slice(None), 0, rows)
+    row, start = divmod(first, rows)
+    return Region(slice(row, row + 1), start, end - first)
 
 
-def _repeated(tile_pass: Pass, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Every block by itself, and what its starts are off by in the packed rows."""
-    counts = tile_pass.blocks[:, COUNT]
-    blocks = np.repeat(tile_pass.blocks, counts, axis=0)
-    repeat = np.arange(len(blocks)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return blocks, blocks[:, ROW] * rows + repeat * tile_pass.stride
-
-
-def _pack(x: Tensor, reverse: bool) -> Tensor:
-    """(B, H, n, D) -> (B * n, H, D)."""
-    x = rowwise_dense(x).transpose(1, 2).flatten(0, 1)
+def _pack(x: Tensor, region: Region, reverse: bool) -> Tensor:
+    """(B, H, n, D) -> (rows, H, D) of the region."""
+    x = rowwise_dense(region.of(x)).transpose(1, 2).flatten(0, 1)
     return x.flip(0) if reverse else x
+
+
+def _some(x: Tensor, rows: Tensor | None) -> Tensor:
+    return x if rows is None else x.index_select(0, rows)
+
+
+def _among(x: Tensor, rows: Tensor | None, count: int) -> Tensor:
+    """Inverse of `_some`, 0 elsewhere."""
+    return x if rows is None else x.new_zeros(count, *x.shape[1:]).index_copy_(0, rows, x)
 
 
 def _unpack(x: Tensor, batch: int) -> Tensor:

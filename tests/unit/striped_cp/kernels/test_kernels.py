@@ -2,20 +2,16 @@
 
 import gc
 import weakref
-from itertools import pairwise
 
 import pytest
 import torch
 
 from striped_cp import Contiguous, Documents, HeadTail, Striped
-from striped_cp.blocks import Mask
 from striped_cp.kernels import KERNELS, Request, choose_kernel, dense, flex
-from striped_cp.kernels.flash import packed_segments, varlen_plan
 from striped_cp.kernels.flex import tile_block_mask
 from striped_cp.tiles import tiles_of_rank
 from tests.helpers.loopback import random_inputs, run_loopback
 from tests.helpers.reference import check_close, reference_gradients, visible_pairs
-from tests.unit.striped_cp.test_tiles import enumerate_pass
 
 LAYOUTS = [Striped(), Striped(4), HeadTail(), Contiguous()]
 DOCUMENTS = Documents.from_cu_seqlens([[0, 1, 7, 40, 41, 48], [0, 20, 21, 48]])
@@ -83,39 +79,6 @@ def test_deterministic_algorithms_are_not_those_of_cudnn():
         choose_kernel("cudnn", request())
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["plain", "packed"])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: x.spec)
-def test_varlen_segments_compute_exactly_the_pass(layout, documents):
-    """FlashAttention's segments, gaps included, cover the packed rows and the visible pairs."""
-    batch, rows = 2, 12
-    for p in range(4):
-        for tile in tiles_of_rank(layout, 48, 4, p, documents):
-            for tile_pass in tile.passes:
-                segments = packed_segments(tile_pass, batch, rows)
-                assert segments.sum(0).tolist() == [batch * rows, batch * rows]
-                plan = varlen_plan(tile_pass, batch, rows, torch.device("cpu"))
-                cu_q, cu_k, longest_q, longest_k = plan.arguments
-                assert min(longest_q, longest_k) >= 2
-                assert cu_q.dtype == torch.int32
-                assert plan.causal == (tile_pass.mask is not Mask.FULL)
-                got = torch.zeros(batch * rows, batch * rows, dtype=torch.int64)
-                for (q, q_end), (k, k_end) in zip(pairwise(cu_q), pairwise(cu_k), strict=True):
-                    assert q_end - q <= longest_q
-                    assert k_end - k <= longest_k
-                    block = torch.ones(q_end - q, k_end - k, dtype=torch.int64)
-                    if plan.causal and block.numel():
-                        assert q_end - q == k_end - k
-                        block = block.tril()
-                    got[q:q_end, k:k_end] += block
-                if plan.reverse:
-                    got = got.flip(0, 1)
-                want = torch.zeros_like(got)
-                for row, pairs in enumerate(enumerate_pass(tile_pass, batch, rows)):
-                    here = slice(row * rows, (row + 1) * rows)
-                    want[here, here] = torch.from_numpy(pairs)
-                assert torch.equal(got, want)
 
 
 def test_block_masks_of_past_batches_are_freed():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from striped_cp import Contiguous, Documents, HeadTail, Striped
-from striped_cp.kernels import KERNELS, cudnn, flash
+from striped_cp.kernels import KERNELS, cudnn, flash, varlen
 from tests.helpers.cuda_stand_ins import stand_ins
 from tests.helpers.loopback import random_inputs, run_loopback
 from tests.helpers.own_layout import Snake
@@ -34,6 +34,7 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("grid", [128, 4], ids=["one call", "long ones alone"])
 @pytest.mark.parametrize("kernel", ["flash", "fa3", "cudnn"])
 @pytest.mark.parametrize(
     ("layout", "packing", "world_size", "heads", "rotate_method"),
@@ -41,10 +42,11 @@ CASES = [
     ids=lambda x: getattr(x, "spec", str(x)),
 )
 def test_calls_give_the_right_numbers(
-    monkeypatch, kernel, layout, packing, world_size, heads, rotate_method
+    monkeypatch, kernel, grid, layout, packing, world_size, heads, rotate_method
 ):
-    if kernel == "cudnn" and PACKINGS[packing] is not None:
-        pytest.skip("cuDNN serves no documents")
+    if (kernel == "cudnn" or grid == 4) and (PACKINGS[packing] is None) != (kernel == "cudnn"):
+        pytest.skip("cuDNN serves no documents, and only with them calls are shared")
+    monkeypatch.setattr(varlen, "GRID", grid)
     operators = stand_ins(3 if kernel == "fa3" else 2)
     monkeypatch.setattr(flash, "aten", operators)
     monkeypatch.setattr(cudnn, "aten", operators)
