@@ -191,8 +191,24 @@ def layer_bytes(run: Run) -> dict[str, float]:
         "MLP backward": _BF16 * tokens * (attention + mlp) + arriving,
         "attention backward": _BF16 * tokens * (attention + gradients)
         + arriving
-        + exchange_bytes(run),
+        + exchange_bytes(run)
+        + kernel_bytes(run),
     }
+
+
+def kernel_bytes(run: Run) -> float:
+    """Workspace of FlashAttention's backward call.
+
+    dQ in float32, with documents up to twice the rows (striped_cp/kernels/varlen.py); with
+    grouped-query attention dK and dV of every query head (torch 2.13, mha_varlen_bwd). Others
+    publish none.
+    """
+    if run.kernel == "cudnn" or run.kernel == "flex":
+        return 0.0
+    tokens = run.microbatch * run.local_tokens
+    query = tokens * run.shape.query_dim / run.tp
+    grouped = 2 * _BF16 * query if run.shape.n_kv_heads < run.shape.n_heads else 0.0
+    return _FP32 * query * (2 if run.documents else 1) + grouped
 
 
 def ring_bytes(run: Run) -> float:
