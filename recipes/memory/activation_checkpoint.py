@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     create_selective_checkpoint_contexts,
@@ -129,7 +128,12 @@ class _StoreAttention(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if func in ATTENTION_OPERATORS:
-            self.kept.append(tree_map_only(torch.Tensor, self.offload.store, out))
+            stored = list(out)
+            # The output last: a store waits for the copy of the one before it.
+            for i in sorted(range(len(out)), key=lambda i: getattr(out[i], "nbytes", 0)):
+                if isinstance(out[i], torch.Tensor):
+                    stored[i] = self.offload.store(out[i])
+            self.kept.append(stored)
         return out
 
 
@@ -142,5 +146,7 @@ class _FetchAttention(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in ATTENTION_OPERATORS:
-            return tree_map_only(HostTensor, self.offload.fetch, self.kept.pop(0))
+            return tuple(
+                self.offload.fetch(x) if isinstance(x, HostTensor) else x for x in self.kept.pop(0)
+            )
         return func(*args, **(kwargs or {}))

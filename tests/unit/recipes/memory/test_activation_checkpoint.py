@@ -1,5 +1,7 @@
 """Checkpointing: the same gradients in every mode, attention computed as often as promised."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torchtitan.config.job_config import ActivationCheckpoint
@@ -127,3 +129,19 @@ def test_state_dict_names_do_not_change():
     assert checkpointed("full", mlp_chunk_tokens=8).state_dict().keys() == (
         make_model().state_dict().keys()
     )
+
+
+def test_the_small_result_leaves_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a store returns, the compute stream waits for the copy of the one before."""
+    sizes = []
+    store = CheckpointOffload.store
+
+    def record(self, tensor):
+        sizes.append(tensor.nbytes)
+        return store(self, tensor)
+
+    monkeypatch.setattr(CheckpointOffload, "store", record)
+    model = checkpointed("full", offload=True)
+    model(torch.randint(0, 100, (2, SEQ_LEN)), Documents.from_cu_seqlens([[0, SEQ_LEN]] * 2))
+    of_attention = [(a, b) for a, b in pairwise(sizes) if a * 8 == b]
+    assert len(of_attention) == LAYERS  # lse (B, H, S), out (B, S, H, 8)
