@@ -7,8 +7,11 @@ from torch import Tensor
 
 from .base import BackwardInputs, Inputs, Request
 from .dense import DenseKernel, refuse_16_bit_cuda
+from .reference import ReferenceKernel
 
 aten = torch.ops.aten
+# cuDNN does not take one key, which torch's own choice of a kernel knows (2.13, sdp_utils.cpp).
+_ONE_KEY = ReferenceKernel()
 
 
 class CudnnKernel(DenseKernel):
@@ -28,6 +31,8 @@ class CudnnKernel(DenseKernel):
         return reason
 
     def attend(self, x: Inputs, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        if x.key.shape[2] == 1:
+            return _ONE_KEY.attend(x, causal, scale)
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
             *x, None, True, 0.0, causal, False, scale=scale
         )
@@ -36,6 +41,8 @@ class CudnnKernel(DenseKernel):
     def attend_backward(
         self, x: BackwardInputs, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if x.key.shape[2] == 1:
+            return _ONE_KEY.attend_backward(x, causal, scale)
         # Without dropout the kernel reads no random state.
         philox = torch.zeros((), dtype=torch.int64, device=x.query.device)
         return aten._scaled_dot_product_cudnn_attention_backward(

@@ -189,6 +189,7 @@ def _cudnn_forward(
 ) -> tuple[Any, ...]:
     assert with_lse
     assert not dropout
+    assert k.shape[2] > 1
     out, lse = torch.empty_like(q), q.new_empty(*q.shape[:3])
     for b in range(len(q)):
         part, lse[b] = _attend(*(x[b].transpose(0, 1) for x in (q, k, v)), causal, scale)

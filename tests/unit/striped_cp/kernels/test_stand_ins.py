@@ -73,3 +73,15 @@ def test_each_version_of_flash_attention_activates_its_own(monkeypatch):
     for name in ("flash", "fa3", "fa3", "fa4", "flash", "flash"):
         flash._activate(KERNELS[name].version)
     assert calls == ["FA3", "FA4", "restore"]
+
+
+@pytest.mark.parametrize("layout", [Striped(), HeadTail()], ids=lambda x: x.spec)
+def test_cudnn_is_not_called_with_one_key(monkeypatch, layout):
+    monkeypatch.setattr(cudnn, "aten", stand_ins())
+    for rows in (1, 2):
+        inputs = random_inputs(2, (4, 2), 4 * rows, 8, torch.float64, 2.0)
+        got = run_loopback(inputs, layout, 4, kernel="cudnn")
+        for name, x, want in zip(
+            ("out", "dq", "dk", "dv"), got, reference_gradients(*inputs), strict=True
+        ):
+            check_close(name, x, want)
