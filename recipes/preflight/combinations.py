@@ -5,6 +5,8 @@ What cannot work together is refused with a line that names both settings. Every
 docs/reference/parallelism.md.
 """
 
+from importlib.metadata import version
+
 from recipes.config.schema import StripedJobConfig, compiles_model
 from recipes.config.types import InvalidSetting, toml
 from recipes.config.values import get
@@ -86,6 +88,10 @@ def _check_zero_bubble(config: StripedJobConfig) -> None:
     if compiles_model(config):
         why = 'compile.components = ["model"] makes one backward pass of the two'
         raise InvalidSetting(SCHEDULE, schedule, why, "compile.enable = false, or another")
+    torch = version("torch")
+    if tuple(map(int, torch.split(".")[:2])) < (2, 13):
+        why = f"torch {torch} takes the documents of a stage for a tensor there"
+        raise InvalidSetting(SCHEDULE, schedule, why, "another schedule, or torch 2.13 and later")
 
 
 def _check_stages(config: StripedJobConfig) -> None:
