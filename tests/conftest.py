@@ -4,6 +4,8 @@ import os
 
 import pytest
 
+from tests import ROOT
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Hide the GPUs, but from `pytest -m gpu`; let `recipes` choose the device for torchtitan.
@@ -17,3 +19,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
     # Tests run in parallel processes, and loopback rings in threads: one core each.
     torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Commands first, then ranks, then one process: no long test is left over for one worker."""
+    folders = ("integration", "distributed", "unit")
+    items.sort(key=lambda item: folders.index(item.path.relative_to(ROOT / "tests").parts[0]))
