@@ -56,15 +56,16 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=ASSETS / "tokenizer", help="folder")
     args = parser.parse_args()
 
+    if args.vocab_size < 1:
+        parser.error(f"--vocab-size {args.vocab_size}: at least 1")
     try:
         tokenizer = train(args.corpus, args.vocab_size)
+        args.output.mkdir(parents=True, exist_ok=True)
+        (args.output / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     except ValueError as error:
         sys.exit(f"error: {error}")
-    try:
-        args.output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        sys.exit(f"error: {args.output}: {error.strerror}")
-    tokenizer.save(str(args.output / "tokenizer.json"))
+        sys.exit(f"error: {error.filename or args.output}: {error.strerror}")
     config = {"bos_token": BOS, "eos_token": EOS, "tokenizer_class": "PreTrainedTokenizerFast"}
     text = json.dumps(config, indent=2) + "\n"
     (args.output / "tokenizer_config.json").write_text(text, encoding="utf-8")

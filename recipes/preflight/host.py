@@ -56,9 +56,13 @@ def check_host(config: StripedJobConfig) -> None:
         ("metrics.save_tb_folder", config.metrics.enable_tensorboard),
         ("profiling.save_traces_folder", config.profiling.enable_profiling),
         ("profiling.save_memory_snapshot_folder", config.profiling.enable_memory_snapshot),
+        ("comm.save_traces_folder", config.comm.trace_buf_size > 0),
     ):
         if used:
             _check_writable(key, get(config, key), Path(dump_folder, get(config, key)))
+    if config.evaluation.enable:
+        folder = Path(dump_folder, "evaluation")
+        _check_writable("job.dump_folder", str(folder), folder)
     if saves:
         _check_room(config, existing)
 

@@ -324,6 +324,25 @@ def test_a_folder_in_the_place_of_a_file(monkeypatch, capfd, resumed) -> None:
     assert line.endswith("branch.json: a folder in the way of a file; move it elsewhere")
 
 
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("comm_traces", ("--comm.trace_buf_size", "100")),
+        (
+            "evaluation",
+            ("--evaluation.enable", "--evaluation.lengths", "132", "--evaluation.tasks", "passkey"),
+        ),
+    ],
+)
+def test_a_file_in_the_place_of_a_folder(
+    monkeypatch, capfd, tmp_path: Path, name: str, settings: tuple[str, ...]
+) -> None:
+    (tmp_path / name).touch()
+    line = refusal(monkeypatch, capfd, "--job.dump_folder", str(tmp_path), *settings)
+    assert "cannot be written to" in line
+    assert name in line
+
+
 def test_checkpoints_that_are_not_there(monkeypatch, capfd, resumed) -> None:
     folder, args = resumed
     line = refusal(monkeypatch, capfd, *args, "--checkpoint.load_step", "3")
