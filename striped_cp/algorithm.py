@@ -95,5 +95,6 @@ def _rotate(
 ) -> Generator[tuple[Tensor, Tensor], None, None]:
     """Keys and values (B, Hkv, n, D) of every ring step."""
     contiguous = [sequence_major(t).transpose(1, 2) for t in (x.key, x.value)]
-    for k, v in rotation.keys_and_values(ring, *contiguous):
-        yield k.transpose(1, 2), v.transpose(1, 2)
+    with closing(rotation.keys_and_values(ring, *contiguous)) as hops:
+        for k, v in hops:
+            yield k.transpose(1, 2), v.transpose(1, 2)

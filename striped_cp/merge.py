@@ -14,6 +14,8 @@ from torch import Tensor
 
 from .kernels.base import Partial, Region
 
+_MERGE_VARIANTS = 256  # every layout, dtype, and packing of the tests in one process: 69
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
@@ -61,7 +63,7 @@ class OutputAccumulator:
 
     def merge(self, partial: Partial) -> None:
         self._out = self.out.to(self.dtype)  # a copy once, if the adopted output has 16 bits
-        merge = _compiled_merge() if self._out.is_cuda else merge_
+        merge = compiled_merge() if self._out.is_cuda else merge_
         merge(partial.queries.of(self._out), partial.queries.of(self.lse), partial.out, partial.lse)
 
 
@@ -79,9 +81,14 @@ def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
 
 
 @cache
-def _compiled_merge() -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
-    """`merge_` as one kernel that reads a 16-bit partial result without a float32 copy of it."""
-    return torch.compile(merge_, dynamic=True)
+def compiled_merge() -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
+    """`merge_` as one kernel that reads a 16-bit partial result without a float32 copy of it.
+
+    A run compiles up to ten variants (blocks of stripes with documents; other layouts one to
+    five), and torch.compile gives up after eight, without a word unless the graph must be whole.
+    """
+    compiled = torch.compile(merge_, dynamic=True, fullgraph=True)
+    return torch._dynamo.config.patch(recompile_limit=_MERGE_VARIANTS)(compiled)
 
 
 def accumulate_(total: Tensor, region: Region, part: Tensor, first: bool) -> None:

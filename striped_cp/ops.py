@@ -2,7 +2,8 @@
 
 `striped_cp::ring_attention` and its backward are opaque to torch.compile (fullgraph included), and
 a selective activation-checkpointing policy can name the forward to keep its output:
-`torch.ops.striped_cp.ring_attention.default`.
+`torch.ops.striped_cp.ring_attention.default`. CUDA graphs (`mode="reduce-overhead"`) leave them
+out: a graph would replay addresses of buffers that other layers share, and hops on another stream.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ def _prepare(
     return tiles, kernel, ring
 
 
-@torch.library.custom_op("striped_cp::ring_attention", mutates_args=())
+@torch.library.custom_op(
+    "striped_cp::ring_attention", mutates_args=(), tags=torch.Tag.cudagraph_unsafe
+)
 def ring_attention_op(
     query: Tensor,
     key: Tensor,
@@ -86,7 +89,9 @@ def _(query, key, value, boundaries, layout, group_name, scale, rotate_method, k
     return out, query.new_empty(batch, heads, rows, dtype=lse_dtype)
 
 
-@torch.library.custom_op("striped_cp::ring_attention_backward", mutates_args=())
+@torch.library.custom_op(
+    "striped_cp::ring_attention_backward", mutates_args=(), tags=torch.Tag.cudagraph_unsafe
+)
 def ring_attention_backward_op(
     grad_out: Tensor,
     query: Tensor,

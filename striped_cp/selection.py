@@ -18,7 +18,7 @@ from .kernels import KERNELS, choose_kernel
 from .kernels.base import BackwardInputs, Inputs, Request, TileAttention
 from .layout import TOKEN_STRIPES, Layout
 from .loopback import loopback
-from .merge import OutputAccumulator
+from .merge import OutputAccumulator, compiled_merge
 from .ring import Ring
 from .tiles import Tile, tiles_of_rank
 
@@ -91,10 +91,12 @@ def select_kernel(
         seconds: that timing may take.
 
     Raises:
-        ValueError: the named kernel cannot serve or computes wrong numbers, or none can; on all
-            ranks alike.
+        ValueError: the named kernel cannot serve or computes wrong numbers, or none can, or
+            torch.compile does not work here; on all ranks alike.
     """
     usual = choose_kernel(name, request).name  # refuses here what cannot serve
+    if request.device_type != "cpu":
+        _check_merge(request, group)
     candidates = [name]
     if name == "auto":
         candidates = [n for n, k in KERNELS.items() if k.device_type == request.device_type]
@@ -112,6 +114,22 @@ def select_kernel(
     times = _agree(_timed(right, request, heads, kv_heads, rows, group, seconds), request, group)
     by_name = dict(zip(right, times, strict=True))
     return Selection(min(by_name, key=lambda n: by_name[n]), by_name, reasons, usual)
+
+
+def _check_merge(request: Request, group: dist.ProcessGroup | None) -> None:
+    """Compile the merge of partial results, which needs Triton and a C compiler."""
+    problem = ""
+    try:
+        out, lse = torch.zeros(1, 1, 2, 8, device=request.device_type).split((7, 1), dim=-1)
+        compiled_merge()(out, lse[..., 0], out.clone(), lse[..., 0].clone())
+    except Exception as error:  # whatever a compiler says
+        problem = f": {str(error).strip().splitlines()[0]}"
+    (failed,) = _agree([float(bool(problem))], request, group)
+    if failed:
+        raise ValueError(
+            "torch.compile cannot build the merge of partial results here; it needs the Triton "
+            f"that this torch was built with, and a C compiler{problem}"
+        )
 
 
 def _agree(numbers: list[float], request: Request, group: dist.ProcessGroup | None) -> list[float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from recipes.config.schema import StripedJobConfig
 from striped_cp.layout import Layout, Striped, layout_from_spec
@@ -38,20 +38,30 @@ def length_divisor(layout: Layout, cp: int, tp: int) -> int:
 
 
 def give_ring_its_group(parallel_dims: ParallelDims, timeout: timedelta) -> None:
-    """Put the `cp` mesh on a group that nothing else uses.
+    """Put the `cp` mesh on a group that nothing else uses; all ranks call it.
 
     Where context parallelism takes all ranks, torchtitan 0.2.2's meshes for `cp`, FSDP and the
     loss are the world's group: a hop of the ring would queue behind FSDP's collectives, and point
-    to point next to a collective on one NCCL communicator can hang. The mesh is replaced in
-    torchtitan's own table, so that its time limits reach the new group too. All ranks call it.
+    to point next to a collective on one NCCL communicator can hang. With NCCL the group's stream
+    has high priority, or the few blocks that copy a hop wait until the attention kernel, which
+    fills the GPU, is through. The mesh is replaced in torchtitan's own table, so that its time
+    limits reach the new group too.
     """
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
     mesh = parallel_dims.get_optional_mesh("cp")
-    if mesh is None or mesh.size() < dist.get_world_size():
-        return  # no ring, or one whose group is smaller than the world's, and its own
-    group = dist.new_group(timeout=timeout, group_desc="ring")
+    if mesh is None:
+        return
+    rings: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rings, tuple(dist.get_process_group_ranks(mesh.get_group())))
+    backend, options = dist.get_backend(mesh.get_group()), None
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = timeout
+    group, _ = dist.new_subgroups_by_enumeration(
+        sorted(set(rings)), timeout, backend, options, group_desc="ring"
+    )
     parallel_dims._meshes["cp"] = DeviceMesh.from_group(
         group, mesh.device_type, mesh_dim_names=("cp",)
     )

@@ -46,6 +46,7 @@ class Gpu:
         p2p_gb_s: measured rate of one neighbour to another inside the node.
         collective_gb_s: rate per GPU of an all-gather inside the node.
         host_gb_s: measured rate to and from pinned host memory.
+        multiprocessors: what NVIDIA calls SMs and AMD compute units.
         kernels: attention rates by kernel name.
         network: default network between nodes.
     """
@@ -58,6 +59,7 @@ class Gpu:
     p2p_gb_s: float
     collective_gb_s: float
     host_gb_s: float
+    multiprocessors: int
     kernels: dict[str, KernelRate]
     network: str = "ib400"
     gpus_per_node: int = 8
@@ -115,6 +117,7 @@ GPUS: dict[str, Gpu] = {
         p2p_gb_s=300 * _NVLINK_SHARE,
         collective_gb_s=300 * _NVLINK_SHARE,
         host_gb_s=_PCIE4_GB_S,
+        multiprocessors=108,
         kernels=_A100_KERNELS,
         network="ib200",
     ),
@@ -127,6 +130,7 @@ GPUS: dict[str, Gpu] = {
         p2p_gb_s=450 * _NVLINK_SHARE,
         collective_gb_s=450 * _NVLINK_SHARE,
         host_gb_s=_PCIE5_GB_S,
+        multiprocessors=132,
         kernels=_HOPPER,
     ),
     "h100-96": Gpu(
@@ -138,6 +142,7 @@ GPUS: dict[str, Gpu] = {
         p2p_gb_s=450 * _NVLINK_SHARE,
         collective_gb_s=450 * _NVLINK_SHARE,
         host_gb_s=_PCIE5_GB_S,
+        multiprocessors=132,
         kernels={
             name: KernelRate(_H100_96_POWER * rate.forward, _H100_96_POWER * rate.backward)
             for name, rate in _HOPPER.items()
@@ -152,6 +157,7 @@ GPUS: dict[str, Gpu] = {
         p2p_gb_s=450 * _NVLINK_SHARE,
         collective_gb_s=450 * _NVLINK_SHARE,
         host_gb_s=_PCIE5_GB_S,
+        multiprocessors=132,
         kernels=_HOPPER,
     ),
     "b200": Gpu(
@@ -163,6 +169,7 @@ GPUS: dict[str, Gpu] = {
         p2p_gb_s=900 * _NVLINK_SHARE,
         collective_gb_s=900 * _NVLINK_SHARE,
         host_gb_s=_PCIE5_GB_S,
+        multiprocessors=148,
         kernels=_B200_KERNELS,
     ),
     "mi300x": Gpu(
@@ -175,6 +182,7 @@ GPUS: dict[str, Gpu] = {
         p2p_gb_s=64 * _NVLINK_SHARE,
         collective_gb_s=448 * _NVLINK_SHARE,
         host_gb_s=_PCIE5_GB_S,
+        multiprocessors=304,
         kernels=_MI300X_KERNELS,
     ),
 }

@@ -48,6 +48,7 @@ class Run:
         parameter_bytes: per parameter as the optimizer sees it (4, or 2 for training.dtype bf16);
             gradients have the same dtype and Adam keeps two more copies.
         virtual_stages: pipeline stages per rank.
+        deterministic_on: multiprocessors of the GPU, with debug.deterministic; 0 without.
     """
 
     shape: ModelShape
@@ -76,6 +77,7 @@ class Run:
     pp_schedule: str = "1F1B"
     pp_microbatch: int = 1
     virtual_stages: int = 1
+    deterministic_on: int = 0
 
     @property
     def gpus(self) -> int:

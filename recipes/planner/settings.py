@@ -83,6 +83,7 @@ def _as_written(config: StripedJobConfig, gpu: Gpu, documents: tuple[int, ...]) 
         pp_schedule=parallelism.pipeline_parallel_schedule,
         pp_microbatch=parallelism.pipeline_parallel_microbatch_size,
         virtual_stages=stages_a_rank(config, shape.n_layers),
+        deterministic_on=gpu.multiprocessors if config.debug.deterministic else 0,
     )
 
 
@@ -149,12 +150,12 @@ def _levers(config: StripedJobConfig) -> Levers:
 def _kernel(config: StripedJobConfig, gpu: Gpu) -> str:
     """The kernel that runs: "auto" is the fastest of those that torch brings with it.
 
-    cuDNN takes one document a row. Without a ring torch's own SDPA prefers it too (torchtitan
+    cuDNN takes one document a row, and is not deterministic. Without a ring torch's own SDPA prefers it too (torchtitan
     0.2.2, models/attention.py).
     """
     kernel = config.striped_cp.kernel
     if kernel != "auto":
         return kernel
-    able = ["flash"] if config.documents.mask else ["cudnn", "flash"]
+    able = ["flash"] if config.documents.mask or config.debug.deterministic else ["cudnn", "flash"]
     known = [name for name in able if name in gpu.kernels]
     return max(known, key=lambda name: gpu.kernels[name].backward)

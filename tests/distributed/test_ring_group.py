@@ -6,6 +6,9 @@ import gc
 import inspect
 import math
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -37,6 +40,30 @@ def test_training_gives_the_ring_a_group_of_its_own(other):
     degrees = {"cp": 2, **other}
     for ring, fsdp, loss in run_ranks(math.prod(degrees.values()), groups_of_training, degrees):
         assert ring not in (fsdp, loss)
+
+
+def options_with_nccl() -> Any:
+    """What the ring's group is asked for where the backend is NCCL."""
+    asked = []
+    make = dist.new_subgroups_by_enumeration
+
+    def record(ranks, timeout, backend, options, **how):
+        asked.append((backend, options.is_high_priority_stream, options._timeout == timeout))
+        return make(ranks, timeout, **how)
+
+    with (
+        mock.patch.object(dist, "get_backend", lambda group: "nccl"),
+        mock.patch.object(
+            dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), create=True
+        ),
+        mock.patch.object(dist, "new_subgroups_by_enumeration", record),
+    ):
+        groups_of_training({"cp": 2})
+    return asked
+
+
+def test_hops_overtake_kernels_on_nccl():
+    assert run_ranks(2, options_with_nccl) == [[("nccl", True, True)]] * 2
 
 
 def check_rank_order() -> None:

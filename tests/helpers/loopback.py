@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,7 @@ from striped_cp.algorithm import attention_backward, attention_forward
 from striped_cp.kernels import KERNELS
 from striped_cp.kernels.base import BackwardInputs, Inputs
 from striped_cp.loopback import loopback
-from striped_cp.ring import Ring
+from striped_cp.ring import Pending, Ring
 from striped_cp.tiles import tiles_of_rank
 
 
@@ -39,6 +41,37 @@ def random_inputs(
     )
 
 
+class StrictRing(Ring):
+    """A ring that uses what a network may: until the wait, what is received is NaN, and what is
+    sent may be read at any time and must not change."""
+
+    def __init__(self, ring: Ring) -> None:
+        super().__init__(ring.rank, ring.world_size)
+        self.ring = ring
+
+    def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor]) -> Pending:
+        return _StrictHop(self.ring.shift(send, receive), send, receive)
+
+    def all_gather(self, out: Tensor, x: Tensor) -> Pending:
+        return _StrictHop(self.ring.all_gather(out, x), (x,), (out,))
+
+    def all_to_all(self, out: Tensor, x: Tensor) -> Pending:
+        return _StrictHop(self.ring.all_to_all(out, x), (x,), (out,))
+
+
+class _StrictHop:
+    def __init__(self, pending: Pending, send: Sequence[Tensor], receive: Sequence[Tensor]) -> None:
+        self.pending, self.send = pending, send
+        self.posted = [x.clone() for x in send]
+        for x in receive:
+            x.fill_(float("nan"))
+
+    def wait(self) -> None:
+        for now, posted in zip(self.send, self.posted, strict=True):
+            assert torch.equal(now, posted), "changed between the post and the wait"
+        self.pending.wait()
+
+
 def run_loopback(
     inputs: tuple[Tensor, Tensor, Tensor, Tensor],
     layout: Layout,
@@ -58,7 +91,7 @@ def run_loopback(
     def rank_main(ring: Ring) -> tuple[Tensor, ...]:
         q, k, v, grad_out = (x[:, :, positions[ring.rank]] for x in inputs)
         tiles = tiles_of_rank(layout, seq_len, world_size, ring.rank, documents)
-        options = (tiles, KERNELS[kernel], ring, scale, rotate_method)
+        options = (tiles, KERNELS[kernel], StrictRing(ring), scale, rotate_method)
         out, lse = attention_forward(Inputs(q, k, v), *options)
         return out, *attention_backward(BackwardInputs(q, k, v, out, lse, grad_out), *options)
 

@@ -1,9 +1,16 @@
 """Merging partial results: rows without keys, sentinels, extreme log-sum-exps."""
 
+from itertools import product
+
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
+from striped_cp import Documents, merge
+from striped_cp.layout import layout_from_spec
 from striped_cp.merge import merge_
+from tests.helpers.loopback import random_inputs, run_loopback
+from tests.helpers.reference import check_close
 
 
 def merged(lse: float, new_lse: float) -> tuple[float, float]:
@@ -37,3 +44,25 @@ def test_partial_results_in_16_bits_merge_in_float32():
     assert out[0, 0].item() == pytest.approx(
         1 + 0.0078125 * torch.sigmoid(torch.tensor(-5.0)).item()
     )
+
+
+def test_torch_compile_takes_every_variant_of_a_run(monkeypatch):
+    """More than torch.compile's own limit of eight, beyond which it would run as it stands."""
+    counter = CompileCounter()
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **how: compile_(f, backend=counter, **how))
+    merge.compiled_merge.cache_clear()
+    compiled = merge.compiled_merge()
+    merge.compiled_merge.cache_clear()
+    cuts = [[0, 1, 3, 6, 85, 255, 256], [0, 129, 256]]
+    cases = list(product((1, 2), (torch.float32, torch.bfloat16), ("striped", "striped:16")))
+    want, got = [], []
+    for results in (want, got):
+        for batch, dtype, layout in cases:
+            inputs = random_inputs(batch, (4, 2), 256, 16, dtype)
+            documents = Documents.from_cu_seqlens(cuts[:batch])
+            results += run_loopback(inputs, layout_from_spec(layout), 4, documents, kernel="cpu")
+        monkeypatch.setattr(merge, "merge_", compiled)
+    assert counter.frame_count > 8
+    for a, b in zip(got, want, strict=True):
+        check_close("merged", a, b)

@@ -12,6 +12,7 @@ from striped_cp import select_kernel, selection
 from striped_cp.kernels import KERNELS
 from striped_cp.kernels.base import Inputs, Partial, Request
 from striped_cp.kernels.cpu import CpuKernel
+from striped_cp.merge import merge_
 from striped_cp.tiles import Tile
 from tests.helpers.launch import run_ranks
 
@@ -123,3 +124,14 @@ def test_ranks_choose_alike() -> None:
     kernel, refused = first
     assert kernel == "cpu"
     assert set(refused) == {"wrong"}
+
+
+def test_a_gpu_where_torch_compile_does_not_work(monkeypatch):
+    def broken(*args):
+        raise RuntimeError("Failed to find C compiler\nmore")
+
+    monkeypatch.setattr(selection, "compiled_merge", lambda: merge_)
+    selection._check_merge(REQUEST, None)
+    monkeypatch.setattr(selection, "compiled_merge", lambda: broken)
+    with pytest.raises(ValueError, match="it needs the Triton .*: Failed to find C compiler$"):
+        selection._check_merge(REQUEST, None)

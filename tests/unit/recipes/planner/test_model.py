@@ -13,6 +13,7 @@ from recipes.planner.footprint import (
     exchange_bytes,
     gathered_bytes,
     in_flight_microbatches,
+    kernel_bytes,
     layer_bytes,
     loss_bytes,
     offloaded_bytes,
@@ -158,6 +159,14 @@ def test_ring_and_allgather_buffers():
         layer_bytes(gathered)["attention backward"] - layer_bytes(ring)["attention backward"]
     )
     assert attention == exchange_bytes(gathered) - exchange_bytes(ring)
+
+
+def test_deterministic_attention_splits_dq_over_the_gpu():
+    """132 multiprocessors and 32 heads: five copies of 2 GiB, 131,072 rows of 4,096 in float32."""
+    deterministic = replace(RUN_1M, deterministic_on=132)
+    assert kernel_bytes(deterministic) - kernel_bytes(RUN_1M) == 4 * 2 * GIB
+    packed = replace(deterministic, documents=(2**18,) * 4)  # 128 sequences of heads, two shares
+    assert kernel_bytes(packed) == 2 * 4 * GIB + 2 * GIB
 
 
 def test_rope_is_of_this_rank_only():
