@@ -1,185 +1,140 @@
-"""What needs a GPU to be known, in one command: under 4 minutes, one GPU, no network.
+"""What needs a GPU to be known, in one command: four minutes, one GPU, no network.
 
     python scripts/gpu_check.py --json docs/results/gpu_check.json
 
-1. correctness: every CUDA kernel path against plain attention in float32, forward and backward
-2. rings: every tile of rings of 8, 16 and 32 ranks, three layouts, with and without documents
-3. recipe: the debug model, end to end
-4. levers: peak memory of a long training step as the memory levers come on
+    correctness  every CUDA kernel against plain attention in float32, forward and backward
+    rates        TFLOP/s of causal tiles of 16K and 64K rows, forward and backward
+    documents    one long document and 500 short ones: time and peak memory of a rank of eight
+    hops         NCCL beside a kernel, on streams of normal and high priority
+    offload      checkpoints that wait in host memory: what they save and cost
+    flex         the kernel that compiles
+    rings        all tiles of rings of 8, 16 and 32 ranks, three layouts, with documents or not
+    recipe       the debug model, end to end
+    levers       peak memory of a long training step as the memory levers come on
 
-Needs torch 2.11 or later. A section that fails is reported and the others still run; the exit
-status is then 1. `--device cpu` is a dry run of this script itself, with tiny sizes: it says
-nothing about GPUs.
+Needs torch 2.11 or later and numpy; the last two also what ./scripts/install.sh installs. A section
+has a share of the time, and no more than earlier ones leave; the report is written again after
+every row, so that a run that is stopped leaves what it found. A section that fails is reported and
+the others still run; the exit status is then 1. `--device cpu` is a dry run of this script itself,
+with tiny sizes: it says nothing about GPUs.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
 import json
-import platform
+import os
+import signal
+import subprocess
 import sys
+import tempfile
+import threading
 import time
-import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-# The modules that measure are imported where they are used: --help is not to wait for torch.
-
-LAYOUTS = ("striped", "headtail", "contiguous")
-CHECKPOINTS = ("--activation_checkpoint.mode", "full")
-LEVERS: dict[str, tuple[str, ...]] = {
-    "none": ("--memory.loss_chunk_tokens", "0"),
-    "loss in chunks": (),
-    "+ checkpoints, attention kept": CHECKPOINTS,
-    "+ MLP in chunks": (*CHECKPOINTS, "--memory.mlp_chunk_tokens", "2048"),
-    "+ checkpoints offloaded": (
-        *CHECKPOINTS,
-        *("--memory.mlp_chunk_tokens", "2048", "--memory.offload_checkpoints"),
-    ),
+# Section: its largest part of the budget. The modules that measure are imported by the process of
+# a section: --help is not to wait for torch.
+SHARES = {
+    "correctness": 0.35,
+    "rates": 0.3,
+    "documents": 0.2,
+    "hops": 0.15,
+    "offload": 0.15,
+    "flex": 0.25,
+    "rings": 0.4,
+    "recipe": 0.4,
+    "levers": 0.6,
 }
+NEED_TORCHTITAN = ("recipe", "levers")
+ROOT = Path(__file__).parents[1]
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """How much of everything.
+class Report:
+    """What was found so far; the file is always whole."""
 
-    Attributes:
-        rings: (P, S/P, repeats).
-        checked: kernels, of which those in `packed` take documents.
-    """
+    def __init__(self, path: Path | None, budget: float) -> None:
+        self.path = path
+        self.content: dict[str, Any] = {"environment": {}, "budget_s": budget, "sections": {}}
 
-    device: str
-    dtype: str
-    rows_checked: int
-    checked: tuple[str, ...]
-    packed: tuple[str, ...]
-    rings: tuple[tuple[int, int, int], ...]
-    heads: int
-    head_dim: int
-    recipe: str
-    recipe_settings: tuple[str, ...]
-    lever_seq_len: int
+    def write(self) -> None:
+        if self.path is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        part = self.path.with_name(f"{self.path.name}.part")
+        part.write_text(json.dumps(self.content, indent=1) + "\n")
+        part.replace(self.path)
 
 
-GPU = Sizes(
-    device="cuda",
-    dtype="bfloat16",
-    rows_checked=2048,
-    checked=("flash", "cudnn", "flex"),
-    packed=("flash", "flex"),
-    rings=((8, 16384, 3), (8, 32768, 2), (16, 16384, 2), (32, 16384, 1)),
-    heads=8,
-    head_dim=128,
-    recipe="train_configs/debug_gpu.toml",
-    recipe_settings=("--training.steps", "20"),
-    lever_seq_len=131072,
-)
-DRY_RUN = Sizes(
-    device="cpu",
-    dtype="float32",
-    rows_checked=64,
-    checked=("cpu",),
-    packed=("cpu",),
-    rings=((2, 64, 1),),
-    heads=8,
-    head_dim=16,
-    recipe="train_configs/debug_cpu.toml",
-    recipe_settings=("--training.steps", "2", "--training.seq_len", "128"),
-    lever_seq_len=256,
-)
+def run_section(name: str, device: str, limit: float, report: Report) -> None:
+    """Run one section in a process of its own, for at most `limit` seconds."""
+    section: dict[str, Any] = {"status": "running", "rows": []}
+    report.content["sections"][name] = section
+    started = time.monotonic()
+    command = [sys.executable, __file__, "--device", device, "--section", name]
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=ROOT, process_group=0
+        )
+        clock = threading.Timer(limit, kill, (process,))
+        clock.start()
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                row = json.loads(line)
+                if name not in row:
+                    report.content["environment"] = row
+                    continue
+                section["rows"].append(row[name])
+                print("  ", brief(row[name]), flush=True)
+                report.write()
+            process.wait()
+        finally:
+            clock.cancel()
+            kill(process)
+            process.wait()
+        section["seconds"] = time.monotonic() - started
+        if process.returncode == -signal.SIGKILL and section["seconds"] >= limit:
+            section["status"] = "out of time"
+        elif process.returncode or any(not row.get("ok", True) for row in section["rows"]):
+            section["status"] = "failed"
+            errors.seek(0)
+            section["error"] = errors.read()[-4000:]
+            print(section["error"], flush=True)
+        else:
+            section["status"] = "passed"
 
 
-def environment(sizes: Sizes) -> dict[str, Any]:
-    import torch
-
-    return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if sizes.device == "cuda" else platform.machine(),
-        "cuda": torch.version.cuda,
-        "dry_run": sizes is DRY_RUN,
-    }
+def kill(process: subprocess.Popen) -> None:
+    """The section and what it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
-def correctness(sizes: Sizes) -> list[dict[str, Any]]:
-    """Largest error of every kernel, layout and packing; raises if one is too large."""
-    from bench.correctness import Check, check
-
-    from striped_cp.layout import layout_from_spec
-
-    checks = [
-        Check(kernel, layout, packed, sizes.dtype, heads, kv_heads, sizes.rows_checked)
-        for kernel in sizes.checked
-        for layout in map(layout_from_spec, (*LAYOUTS, "striped:16"))
-        for packed in ((False, True) if kernel in sizes.packed else (False,))
-        for heads, kv_heads in ((4, 4), (8, 2))
-    ]
-    results = [check(one, sizes.device) for one in checks]
-    for result in results:
-        what = (f"{key} {value}" for key, value in result.items() if key not in ("errors", "ok"))
-        print(*what, f"largest error {max(result['errors'].values()):.1e}", sep=", ")
-    wrong = [result for result in results if not result["ok"]]
-    if wrong:
-        raise AssertionError(f"{len(wrong)} of {len(results)} results are wrong: {wrong}")
-    return results
+def brief(row: dict[str, Any]) -> str:
+    """One line of a row."""
+    parts = []
+    for key, value in row.items():
+        if isinstance(value, dict):
+            value = max(value.values(), key=float, default=0.0) if key == "errors" else "..."
+        elif isinstance(value, list):
+            value = f"{len(value)} of them"
+        parts.append(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}")
+    return ", ".join(parts[:12])
 
 
-def rings(sizes: Sizes) -> list[dict[str, Any]]:
-    from bench import virtual
-    from bench.case import Case
-    from bench.report import rows_of, table
+def print_rows(name: str, device: str) -> None:
+    """The process of a section: a row a line on stdout; what anything else prints is no row."""
+    rows = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    sys.path.insert(0, str(ROOT))
+    from bench.gpu_sections import SECTIONS, SIZES, environment
 
-    from striped_cp.layout import layout_from_spec
-
-    layouts = {name: layout_from_spec(name) for name in LAYOUTS}
-    rows = []
-    for world_size, local, repeats in sizes.rings:
-        seq_len = world_size * local
-        for documents in (None, (seq_len * 3 // 4, seq_len // 4)):
-            case = Case(
-                device=sizes.device,
-                world_size=world_size,
-                seq_len=seq_len,
-                batch=1,
-                heads=sizes.heads,
-                kv_heads=sizes.heads // 4,
-                head_dim=sizes.head_dim,
-                dtype=sizes.dtype,
-                documents=documents,
-                kernel="auto",
-                rotate_method="ring",
-            )
-            rows += rows_of(case, "virtual", virtual.measure(case, layouts, repeats))
-    print(table(rows))
-    return rows
-
-
-def recipe(sizes: Sizes) -> dict[str, Any]:
-    from bench.training import train
-
-    summary = train(sizes.recipe, 1, *sizes.recipe_settings)
-    print(f"loss {summary['loss']:.4f}, {summary['tokens_per_second']:.0f} tokens/s")
-    return summary
-
-
-def levers(sizes: Sizes) -> list[dict[str, Any]]:
-    from bench.training import train
-
-    results = []
-    for name, settings in LEVERS.items():
-        size = ("--training.seq_len", str(sizes.lever_seq_len), "--training.local_batch_size", "1")
-        steps = ("--training.steps", "3", "--documents.no_mask")
-        summary = train(sizes.recipe, 1, *size, *steps, *settings)
-        memory, speed = summary["peak_memory_gib"], summary["tokens_per_second"]
-        print(f"{name}: {memory:.2f} GiB, {speed:.0f} tokens/s")
-        results.append({"levers": name, "seq_len": sizes.lever_seq_len, **summary})
-    return results
-
-
-SECTIONS: tuple[Callable[[Sizes], Any], ...] = (environment, correctness, rings, recipe, levers)
+    print(json.dumps(environment(device)), file=rows, flush=True)
+    for row in SECTIONS[name](SIZES[device]):
+        print(json.dumps({name: row}), file=rows, flush=True)
 
 
 def main() -> int:
@@ -187,29 +142,35 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--budget", type=float, default=240, metavar="SECONDS")
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--section", choices=SHARES, help="print its rows as JSON, and no more")
     arguments = parser.parse_args()
-    import torch
-
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("gpu_check.py: no CUDA device; --device cpu is a dry run with tiny sizes")
-    sizes = GPU if arguments.device == "cuda" else DRY_RUN
-    report: dict[str, Any] = {}
-    failed = []
-    for section in SECTIONS:
-        name, started = section.__name__, time.perf_counter()
+    if arguments.section:
+        print_rows(arguments.section, arguments.device)
+        return 0
+    for needed in ("torch", "numpy"):
+        if importlib.util.find_spec(needed) is None:
+            sys.exit(f"gpu_check.py: this Python has no {needed}; ./scripts/install.sh makes .venv")
+    # Whoever stops this script stops its section too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("gpu_check.py: stopped"))
+    report = Report(arguments.json, arguments.budget)
+    end = time.monotonic() + arguments.budget
+    for name, share in SHARES.items():
+        left = end - time.monotonic()
         print(f"== {name}", flush=True)
-        try:
-            report[name] = section(sizes)
-        except Exception:
-            failed.append(name)
-            report[name] = {"failed": traceback.format_exc()}
-            traceback.print_exc()
-        print(f"   {time.perf_counter() - started:.1f} s", flush=True)
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-    print("failed: " + ", ".join(failed) if failed else "all sections passed")
+        if name in NEED_TORCHTITAN and importlib.util.find_spec("torchtitan") is None:
+            report.content["sections"][name] = {"status": "torchtitan is not installed"}
+        elif left < 1:
+            report.content["sections"][name] = {"status": "no time left"}
+        else:
+            limit = min(left, share * arguments.budget)
+            run_section(name, arguments.device, limit, report)
+        report.write()
+        print("  ", report.content["sections"][name]["status"], flush=True)
+    status = {name: section["status"] for name, section in report.content["sections"].items()}
+    failed = [name for name, how in status.items() if how == "failed"]
+    print("failed: " + ", ".join(failed) if failed else "no section failed")
     return 1 if failed else 0
 
 

@@ -52,7 +52,7 @@ def options_with_nccl() -> Any:
         return make(ranks, timeout, **how)
 
     with (
-        mock.patch.object(dist, "get_backend", lambda group: "nccl"),
+        mock.patch.object(dist, "get_backend", return_value="nccl"),
         mock.patch.object(
             dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), create=True
         ),

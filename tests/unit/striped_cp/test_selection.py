@@ -133,5 +133,5 @@ def test_a_gpu_where_torch_compile_does_not_work(monkeypatch):
     monkeypatch.setattr(selection, "compiled_merge", lambda: merge_)
     selection._check_merge(REQUEST, None)
     monkeypatch.setattr(selection, "compiled_merge", lambda: broken)
-    with pytest.raises(ValueError, match="it needs the Triton .*: Failed to find C compiler$"):
+    with pytest.raises(ValueError, match=r"it needs the Triton .*: Failed to find C compiler$"):
         selection._check_merge(REQUEST, None)
