@@ -15,8 +15,9 @@ r"""Layouts of ring attention side by side: time, efficiency and memory, forward
         --seq-len 16384 --repeats 3 -- --documents.no_mask --rope.extrapolate
 
 In virtual mode the time of a ring is the sum over its steps of the slowest rank. The ideal, timed
-in the same run, is the kernel on the whole sequence on one device, divided by the number of ranks.
-On the CPU every rank has one thread. Lists of world sizes and lengths measure every combination.
+in the same run, is the kernel on the whole sequence on one device, divided by the number of ranks:
+on all ranks at once, as the ring computes, and (`alone`) on one while the others wait. On the CPU
+every rank has one thread. Lists of world sizes and lengths measure every combination.
 """
 
 from __future__ import annotations

@@ -104,6 +104,8 @@ def _measure_rank(case: Case, layouts: dict[str, Layout], repeats: int) -> Sampl
     )
     for _ in range(repeats):
         samples.add_yardsticks(yardsticks, slowest)
+        first = dist.get_rank() == 0
+        samples.alone.append(slowest(yardsticks.ideal if first else lambda: Timing(0.0, 0.0)))
         for name, layout in layouts.items():
             samples.rings[name].append(slowest(partial(run, layout)))
     return samples

@@ -138,12 +138,18 @@ def _directly(measured: Callable[[], Timing]) -> Timing:
 
 
 class Samples:
-    """What a mode measured, one Timing per repeat; `peak` in bytes by layout."""
+    """What a mode measured, one Timing per repeat; `peak` in bytes by layout.
+
+    Attributes:
+        ideal: all ranks computing it at once, like the ring.
+        alone: one of them, the others waiting; empty where one process is all ranks.
+    """
 
     def __init__(self, peak: dict[str, int]) -> None:
         self.peak = peak
         self.rings: dict[str, list[Timing]] = {name: [] for name in peak}
         self.ideal: list[Timing] = []
+        self.alone: list[Timing] = []
         self.causal: list[Timing] = []
         self.full: list[Timing] = []
 

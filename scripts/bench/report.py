@@ -21,6 +21,7 @@ def rows_of(case: Case, mode: str, samples: Samples) -> list[Row]:
     one document, (c + P - 1) / (P c), c the time of a causal tile over that of a full one.
     """
     ideal = median(samples.ideal).total
+    alone = median(samples.alone).total if samples.alone else None
     causal, full = median(samples.causal).total, median(samples.full).total
     c = causal / full
     size = case.world_size
@@ -41,6 +42,7 @@ def rows_of(case: Case, mode: str, samples: Samples) -> list[Row]:
                 "backward_s": backward,
                 "total_s": total,
                 "ideal_s": ideal,
+                "ideal_alone_s": alone,
                 "efficiency": ideal / total,
                 "speedup_vs_contiguous": contiguous
                 and statistics.median(t.total for t in contiguous) / total,
@@ -73,7 +75,7 @@ def write_json(path: Path, rows: Sequence[Row]) -> None:
 def table(rows: Sequence[Row]) -> str:
     """Rows for people: times in ms, ratios, peak memory of a rank in MiB."""
     header = ["layout", "P", "S", "docs", "forward", "backward", "total", "+-", "ideal"]
-    header += ["efficiency", "speedup", "limit", "MiB"]
+    header += ["alone", "efficiency", "speedup", "limit", "MiB"]
     cells = [header]
     for row in rows:
         cells.append(
@@ -85,6 +87,7 @@ def table(rows: Sequence[Row]) -> str:
                 *(f"{1000 * row[key]:.1f}" for key in ("forward_s", "backward_s", "total_s")),
                 f"{row['total_spread'] / 2:.1%}",
                 f"{1000 * row['ideal_s']:.1f}",
+                "-" if row["ideal_alone_s"] is None else f"{1000 * row['ideal_alone_s']:.1f}",
                 f"{row['efficiency']:.3f}",
                 _ratio(row["speedup_vs_contiguous"]),
                 _ratio(row["kernel_limit"]),

@@ -21,11 +21,22 @@ class CpuKernel(DenseKernel):
         return None
 
     def attend(self, x: Inputs, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        x = x._replace(**_dense_keys(x))
         return aten._scaled_dot_product_flash_attention_for_cpu(*x, 0.0, causal, scale=scale)
 
     def attend_backward(
         self, x: BackwardInputs, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
+        x = x._replace(**_dense_keys(x))
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             x.grad_out, *x[:5], 0.0, causal, scale=scale
         )
+
+
+def _dense_keys(x: Inputs | BackwardInputs) -> dict[str, Tensor]:
+    """Keys and values with each head's rows side by side, which this kernel reads faster.
+
+    By 3 to 7 % in bfloat16, 1 to 2 % in float32 (docs/reference/performance.md). FlashAttention and
+    cuDNN on GPUs load blocks of rows into shared memory, whatever their distance.
+    """
+    return {"key": x.key.contiguous(), "value": x.value.contiguous()}

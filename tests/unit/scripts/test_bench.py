@@ -44,6 +44,15 @@ def test_rows_are_medians_and_their_ratios():
     assert striped["kernel_limit"] == pytest.approx(1.875)  # (2P - 1) / P
     assert striped["peak_bytes"] == 100
     assert contiguous["speedup_vs_contiguous"] == 1.0
+    assert striped["ideal_alone_s"] is None
+
+
+def test_ideal_of_a_rank_alone():
+    measured = samples()
+    measured.alone = [Timing(1.0, 3.0)] * 3
+    row, _ = rows_of(case(), "distributed", measured)
+    assert row["ideal_alone_s"] == 4.0
+    assert "4000.0" in table([row])
 
 
 def test_no_kernel_limit_with_documents_and_no_speedup_without_a_baseline():
