@@ -12,11 +12,11 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from .axes import Axes, axes_of
 from .documents import Documents
 from .kernels import KERNELS
 from .layout import TOKEN_STRIPES, Layout
 from .ops import ring_attention_op
-from .process_group import ring_group
 from .rotation import ROTATIONS
 
 BATCH_DIM, HEAD_DIM, SEQ_DIM = 0, 1, 2
@@ -48,7 +48,9 @@ def ring_attention(
     Args:
         query: this rank's tokens, (B, H, S/P, D).
         key, value: (B, Hkv, S/P, D), H a multiple of Hkv; dtype and device of the query.
-        mesh: one-dimensional mesh of the ring, P ranks; None for a ring of one rank.
+        mesh: one-dimensional mesh of the ring, P ranks; None for a ring of one rank. Or of two
+            dimensions, the ring's and "ulysses", whose U ranks share heads (ulysses.py); U
+            divides H.
         layout: which rank holds which token; RoPE must use `layout.positions`.
         documents: global boundaries of the documents in this rank's batch rows; None for one each.
         scale: of the logits, above 0; default 1 / sqrt(D).
@@ -56,8 +58,8 @@ def ring_attention(
         kernel: "auto", "flash", "fa3", "fa4", "cudnn", "flex", "cpu" or "reference".
         unsupported: options of other attention functions; refused unless they change nothing.
 
-    DTensors: all three on one device mesh with equal placements. The axis with the name and ranks
-    of `mesh`, if there is one, shards the sequence; others may shard batch or heads, or replicate.
+    DTensors: all three on one device mesh with equal placements. The axes with the names and ranks
+    of `mesh`, if there is one, shard the sequence; others may shard batch or heads, or replicate.
     The result is a DTensor with the query's placements.
 
     torch.autocast does not reach inside: convert the three first if they differ in dtype.
@@ -77,17 +79,18 @@ def ring_attention(
         raise ValueError(f"scale = {scale!r}: must be a finite number above 0")
     if documents is not None and not isinstance(documents, Documents):
         raise ValueError(f"documents must be a Documents, not a {type(documents).__name__}")
-    group_name, world_size = ring_group(mesh)
+    axes = axes_of(mesh)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        _check_local(query, key, value, world_size, layout, documents)
+        _check_local(query, key, value, axes, layout, documents)
         out, _ = ring_attention_op(
             query,
             key,
             value,
             None if documents is None else documents.boundaries,
             layout.spec,
-            group_name,
+            axes.ring.group_name,
+            axes.ulysses.group_name,
             1 / math.sqrt(query.shape[-1]) if scale is None else scale,
             rotate_method,
             kernel,
@@ -135,7 +138,7 @@ def _check_local(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    world_size: int,
+    axes: Axes,
     layout: Layout,
     documents: Documents | None,
 ) -> None:
@@ -169,7 +172,12 @@ def _check_local(
     # A custom operator has no rule for tangents: torch would take them for zero, silently.
     if any(unpack_dual(x).tangent is not None for x in (query, key, value)):
         raise ValueError("forward-mode differentiation (jvp) of ring attention is not supported")
-    layout.check(query.shape[SEQ_DIM] * world_size, world_size)
+    if query.shape[HEAD_DIM] % axes.ulysses.size:
+        raise ValueError(
+            f"{query.shape[HEAD_DIM]} query heads do not divide over the {axes.ulysses.size} ranks "
+            "that share heads"
+        )
+    layout.check(query.shape[SEQ_DIM] * axes.size, axes.size, axes.ulysses.size)
     # The end of the documents is compared with S where the tiles are planned.
     if documents is not None and documents.batch_size != query.shape[BATCH_DIM]:
         raise ValueError(
@@ -185,19 +193,21 @@ def _check_placements(
     if not (isinstance(query, DTensor) and isinstance(key, DTensor) and isinstance(value, DTensor)):
         raise ValueError("query, key and value must all be DTensors, or none of them")
     axes = query.device_mesh.mesh_dim_names or tuple(map(str, range(query.device_mesh.ndim)))
-    axis = None
+    sequence: tuple[str, ...] = ()
     if mesh is not None:
-        axis = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else None
-        if axis not in axes:
-            raise ValueError(
-                f"DTensors must live on a device mesh with the ring's axis {axis!r}; "
-                f"its axes are {axes}"
-            )
-        ranks, wanted = query.device_mesh[axis].mesh, mesh.mesh
+        sequence = mesh.mesh_dim_names or ("without a name",)
+        for axis in sequence:
+            if axis not in axes:
+                raise ValueError(
+                    f"DTensors must live on a device mesh with the ring's axis {axis!r}; "
+                    f"its axes are {axes}"
+                )
+        ranks, wanted = query.device_mesh[sequence].mesh, mesh.mesh
         if not torch.equal(ranks, wanted):
+            shown = sequence[0] if len(sequence) == 1 else sequence
             raise ValueError(
-                f"the ring's mesh has ranks {wanted.tolist()}, axis {axis!r} of the DTensors' mesh "
-                f"{ranks.tolist()}"
+                f"the ring's mesh has ranks {wanted.tolist()}, axis {shown!r} of the DTensors' "
+                f"mesh {ranks.tolist()}"
             )
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.device_mesh != query.device_mesh or x.placements != query.placements:
@@ -206,10 +216,11 @@ def _check_placements(
                 f"{name} has {x.placements!r}, query {query.placements!r}"
             )
         for mesh_axis, placement in zip(axes, x.placements, strict=True):
-            dims = (SEQ_DIM,) if mesh_axis == axis else (BATCH_DIM, HEAD_DIM)
-            replicated = isinstance(placement, Replicate) and mesh_axis != axis
+            is_ring = mesh_axis in sequence
+            dims = (SEQ_DIM,) if is_ring else (BATCH_DIM, HEAD_DIM)
+            replicated = isinstance(placement, Replicate) and not is_ring
             if not replicated and placement not in [Shard(dim) for dim in dims]:
-                allowed = [f"Shard({dim})" for dim in dims] + ["Replicate()"] * (mesh_axis != axis)
+                allowed = [f"Shard({dim})" for dim in dims] + ["Replicate()"] * (not is_ring)
                 raise ValueError(
                     f"{name}: placement {placement!r} on mesh axis {mesh_axis!r} cannot work; "
                     f"allowed: {', '.join(allowed)}"

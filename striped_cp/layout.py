@@ -16,6 +16,7 @@ lists it. One whose tiles have few blocks that the general `passes` does not fin
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar, TypeVar
@@ -46,7 +47,7 @@ class Layout(ABC):
 
     @abstractmethod
     def divisor(self, world_size: int) -> int:
-        """What the sequence length must be a multiple of."""
+        """What the sequence length must be a multiple of, on a ring of so many ranks."""
 
     @abstractmethod
     def _positions(self, seq_len: int, world_size: int, rank: int) -> np.ndarray:
@@ -82,23 +83,38 @@ class Layout(ABC):
         """The layout as a string, the form in which it passes through a custom op."""
         return ":".join([self.name, *(str(getattr(self, field.name)) for field in fields(self))])
 
-    def positions(self, seq_len: int, world_size: int, rank: int) -> torch.Tensor:
+    def positions(
+        self, seq_len: int, world_size: int, rank: int, ulysses_degree: int = 1
+    ) -> torch.Tensor:
         """Global position of every local token: int64, shape (S/P,), strictly increasing.
 
+        Args:
+            world_size: P.
+            ulysses_degree: U; rank r U + u holds the u-th of U parts of what rank r holds of a ring
+                of P/U (ulysses.py).
+
         Raises:
-            ValueError: `seq_len` is not a positive multiple of `divisor(world_size)`, or `rank` is
-                no rank of the ring.
+            ValueError: `seq_len` cannot be laid out, or `rank` is no rank of the ring.
         """
         import torch  # late: lengths are checked, and runs planned, without it
 
-        self.check(seq_len, world_size)
+        self.check(seq_len, world_size, ulysses_degree)
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not in a ring of {world_size}: 0 to {world_size - 1}")
-        return torch.from_numpy(self._positions(seq_len, world_size, rank))
+        ring_rank, part = divmod(rank, ulysses_degree)
+        stripe = self._positions(seq_len, world_size // ulysses_degree, ring_rank)
+        local = seq_len // world_size
+        return torch.from_numpy(stripe[part * local : (part + 1) * local])
 
-    def check(self, seq_len: int, world_size: int) -> None:
+    def length_divisor(self, world_size: int, ulysses_degree: int = 1) -> int:
+        """What the sequence length must be a multiple of, on P ranks of which U share heads."""
+        return math.lcm(self.divisor(world_size // ulysses_degree), world_size)
+
+    def check(self, seq_len: int, world_size: int, ulysses_degree: int = 1) -> None:
         """Raise ValueError unless `seq_len` can be laid out over `world_size` ranks."""
-        divisor = self.divisor(world_size)
+        if world_size % ulysses_degree:
+            raise ValueError(f"ulysses_degree {ulysses_degree} does not divide {world_size} ranks")
+        divisor = self.length_divisor(world_size, ulysses_degree)
         if seq_len >= divisor and seq_len % divisor == 0:
             return
         below, above = seq_len // divisor * divisor, -(-seq_len // divisor) * divisor

@@ -16,7 +16,7 @@ from .ring import Pending, Ring
 T = TypeVar("T")
 
 
-def loopback(world_size: int, run: Callable[[Ring], T]) -> list[T]:
+def loopback(world_size: int, run: Callable[[LoopbackRing], T]) -> list[T]:
     """Call `run` on every rank of a ring of `world_size`; the results by rank."""
     shared = _Shared(world_size)
     results: list[Any] = [None] * world_size
@@ -25,7 +25,7 @@ def loopback(world_size: int, run: Callable[[Ring], T]) -> list[T]:
     def rank_main(rank: int) -> None:
         try:
             with shared.turn:
-                results[rank] = run(_LoopbackRing(rank, shared))
+                results[rank] = run(LoopbackRing(range(world_size), rank, shared))
         except threading.BrokenBarrierError:
             pass  # another rank failed first
         except BaseException as error:
@@ -64,28 +64,39 @@ class _Shared:
             self.turn.acquire()
 
 
-class _LoopbackRing(Ring):
-    def __init__(self, rank: int, shared: _Shared) -> None:
-        super().__init__(rank, len(shared.sent))
+class LoopbackRing(Ring):
+    """Some of the threads: `members[rank]` is this one. All threads make the same calls."""
+
+    def __init__(self, members: Sequence[int], rank: int, shared: _Shared) -> None:
+        super().__init__(rank, len(members))
+        self.members = members
         self.shared = shared
+
+    def split(self, ulysses_degree: int) -> tuple[LoopbackRing, LoopbackRing]:
+        """This thread's ring and the axis inside it, of R x U ranks."""
+        rank, part = divmod(self.rank, ulysses_degree)
+        ring = self.members[part::ulysses_degree]
+        inside = self.members[rank * ulysses_degree :][:ulysses_degree]
+        return LoopbackRing(ring, rank, self.shared), LoopbackRing(inside, part, self.shared)
 
     def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor]) -> Pending:
         def deliver(sent: list[Sequence[Tensor]]) -> None:
-            for mine, theirs in zip(receive, sent[self.rank - 1], strict=True):
+            for mine, theirs in zip(receive, sent[self.members[self.rank - 1]], strict=True):
                 mine.copy_(theirs)
 
         return _Delivery(self, send, deliver)
 
     def all_gather(self, out: Tensor, x: Tensor) -> Pending:
         def deliver(sent: list[Sequence[Tensor]]) -> None:
-            for rank, (theirs,) in enumerate(sent):
-                out[rank] = theirs
+            for rank, member in enumerate(self.members):
+                (out[rank],) = sent[member]
 
         return _Delivery(self, (x,), deliver)
 
     def all_to_all(self, out: Tensor, x: Tensor) -> Pending:
         def deliver(sent: list[Sequence[Tensor]]) -> None:
-            for rank, (theirs,) in enumerate(sent):
+            for rank, member in enumerate(self.members):
+                (theirs,) = sent[member]
                 out[rank] = theirs[self.rank]
 
         return _Delivery(self, (x,), deliver)
@@ -96,7 +107,7 @@ class _Delivery:
 
     def __init__(
         self,
-        ring: _LoopbackRing,
+        ring: LoopbackRing,
         send: Sequence[Tensor],
         deliver: Callable[[list[Sequence[Tensor]]], None],
     ) -> None:
@@ -104,7 +115,7 @@ class _Delivery:
 
     def wait(self) -> None:
         shared = self.ring.shared
-        shared.sent[self.ring.rank] = self.send
+        shared.sent[self.ring.members[self.ring.rank]] = self.send
         shared.meet()
         self.deliver(shared.sent)
         shared.meet()

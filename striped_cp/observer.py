@@ -47,11 +47,14 @@ def observe(observer: RingObserver | None) -> Iterator[None]:
         _observer = before
 
 
-def observed(ring: Ring, kernel: TileAttention) -> tuple[Ring, TileAttention]:
-    """The two, watched if there is an observer."""
+def observed(
+    rings: tuple[Ring, ...], kernel: TileAttention
+) -> tuple[tuple[Ring, ...], TileAttention]:
+    """Both, watched if there is an observer."""
     if _observer is None:
-        return ring, kernel
-    return _ObservedRing(ring, _observer), _ObservedKernel(kernel, _observer)
+        return rings, kernel
+    watched = tuple(_ObservedRing(ring, _observer) for ring in rings)
+    return watched, _ObservedKernel(kernel, _observer)
 
 
 class _ObservedKernel:

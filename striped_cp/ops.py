@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from .algorithm import attention_backward, attention_forward
+from . import ulysses
 from .documents import Documents
 from .kernels import Request, choose_kernel
 from .kernels.base import BackwardInputs, Inputs, TileAttention
@@ -38,17 +38,22 @@ def _ring(group_name: str) -> Ring:
 
 
 def _prepare(
-    query: Tensor, boundaries: Tensor | None, layout_spec: str, group_name: str, kernel_name: str
-) -> tuple[tuple[Tile, ...], TileAttention, Ring]:
-    """What one direction of the ring needs, in the order of its arguments."""
-    ring = _ring(group_name)
+    query: Tensor,
+    boundaries: Tensor | None,
+    layout_spec: str,
+    ring_name: str,
+    ulysses_name: str,
+    kernel_name: str,
+) -> tuple[Ring, tuple[Tile, ...], TileAttention, Ring]:
+    """What one direction of attention needs, in the order of its arguments."""
+    ring, axis = _ring(ring_name), _ring(ulysses_name)
     layout = layout_from_spec(layout_spec)
     documents = None if boundaries is None else Documents.checked_before(boundaries)
-    seq_len = query.shape[2] * ring.world_size
+    seq_len = query.shape[2] * axis.world_size * ring.world_size
     tiles = tiles_of_rank(layout, seq_len, ring.world_size, ring.rank, documents)
     request = Request(query.device.type, query.dtype, query.shape[3], documents is not None)
-    ring, kernel = observed(ring, choose_kernel(kernel_name, request))
-    return tiles, kernel, ring
+    (axis, ring), kernel = observed((axis, ring), choose_kernel(kernel_name, request))
+    return axis, tiles, kernel, ring
 
 
 @torch.library.custom_op(
@@ -60,7 +65,8 @@ def ring_attention_op(
     value: Tensor,
     boundaries: Tensor | None,
     layout: str,
-    group_name: str,
+    ring: str,
+    ulysses_axis: str,
     scale: float,
     rotate_method: str,
     kernel: str,
@@ -71,22 +77,23 @@ def ring_attention_op(
         query: (B, H, S/P, D); key, value: (B, Hkv, S/P, D).
         boundaries: `Documents.boundaries`, or None for one document.
         layout: `Layout.spec`.
-        group_name: process group of the ring; "" for a ring of one rank.
+        ring, ulysses_axis: process groups of the axes; "" for a rank alone.
 
     Returns:
-        out (B, H, S/P, D) and lse (B, H, S/P); lse carries no gradient.
+        out (B, H, S/P, D) and lse (B, H/U, U S/P); lse carries no gradient.
     """
-    prepared = _prepare(query, boundaries, layout, group_name, kernel)
+    prepared = _prepare(query, boundaries, layout, ring, ulysses_axis, kernel)
     with torch.autocast(query.device.type, enabled=False):
-        return attention_forward(Inputs(query, key, value), *prepared, scale, rotate_method)
+        return ulysses.forward(Inputs(query, key, value), *prepared, scale, rotate_method)
 
 
 @ring_attention_op.register_fake
-def _(query, key, value, boundaries, layout, group_name, scale, rotate_method, kernel):
+def _(query, key, value, boundaries, layout, ring, ulysses_axis, scale, rotate_method, kernel):
     batch, heads, rows, _ = query.shape
     out = query.new_empty(batch, rows, heads, value.shape[3]).transpose(1, 2)
     lse_dtype = torch.promote_types(query.dtype, torch.float32)
-    return out, query.new_empty(batch, heads, rows, dtype=lse_dtype)
+    size = _ring(ulysses_axis).world_size
+    return out, query.new_empty(batch, heads // size, rows * size, dtype=lse_dtype)
 
 
 @torch.library.custom_op(
@@ -101,16 +108,17 @@ def ring_attention_backward_op(
     lse: Tensor,
     boundaries: Tensor | None,
     layout: str,
-    group_name: str,
+    ring: str,
+    ulysses_axis: str,
     scale: float,
     rotate_method: str,
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv); arguments as in `ring_attention`, plus its results and the gradient of out."""
-    prepared = _prepare(query, boundaries, layout, group_name, kernel)
+    prepared = _prepare(query, boundaries, layout, ring, ulysses_axis, kernel)
     with torch.autocast(query.device.type, enabled=False):
         x = BackwardInputs(query, key, value, out, lse, grad_out)
-        return attention_backward(x, *prepared, scale, rotate_method)
+        return ulysses.backward(x, *prepared, scale, rotate_method)
 
 
 @ring_attention_backward_op.register_fake
@@ -123,7 +131,8 @@ def _(
     lse,
     boundaries,
     layout,
-    group_name,
+    ring,
+    ulysses_axis,
     scale,
     rotate_method,
     kernel,
@@ -142,7 +151,7 @@ def _backward(ctx: Any, grad_out: Tensor, _grad_lse: Tensor | None) -> tuple:
     grads = ring_attention_backward_op(
         grad_out, query, key, value, out, lse, boundaries, *ctx.options
     )
-    return *grads, *[None] * 6
+    return *grads, *[None] * 7
 
 
 ring_attention_op.register_autograd(_backward, setup_context=_setup_context)

@@ -7,9 +7,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from .attention import RotateMethod, check_options, check_unsupported, ring_attention
+from .axes import axes_of
 from .documents import Documents
 from .layout import TOKEN_STRIPES, Layout
-from .process_group import ring_group
 
 
 class RingAttention(nn.Module):
@@ -27,7 +27,7 @@ class RingAttention(nn.Module):
     ) -> None:
         super().__init__()
         check_options(layout, rotate_method, kernel)
-        ring_group(mesh)
+        axes_of(mesh)
         self.mesh = mesh
         self.layout = layout
         self.rotate_method = rotate_method

@@ -9,30 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from .ring import Buffers, Pending, Ring
 
 # Its name up to torch 2.12.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-def ring_group(mesh: DeviceMesh | None) -> tuple[str, int]:
-    """(process group name, P) of the ring; ("", 1) where there is nothing to send.
-
-    Raises:
-        ValueError: the mesh has more than one dimension.
-    """
-    if mesh is None:
-        return "", 1
-    if not isinstance(mesh, DeviceMesh):
-        raise ValueError(f"mesh must be a DeviceMesh or None, not a {type(mesh).__name__}")
-    if mesh.ndim != 1:
-        raise ValueError(
-            f"mesh must have one dimension, the ring's; got {mesh.mesh_dim_names or mesh.shape}. "
-            "Pass its submesh, for example mesh['cp']"
-        )
-    return ("", 1) if mesh.size() == 1 else (mesh.get_group().group_name, mesh.size())
 
 
 class ProcessGroupRing(Ring):

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from .axes import Axes, Axis, axes_of, local_positions
 from .layout import TOKEN_STRIPES, Layout
-from .process_group import all_gather_single, ring_group
+from .process_group import all_gather_single
 
 
 def shard_sequence(
@@ -31,8 +32,8 @@ def shard_sequence(
         ValueError: S does not suit layout and mesh, the mesh is not one-dimensional, the tensor has
             no such dimension, or is a DTensor.
     """
-    _check(full, mesh, dim)
-    layout.check(full.shape[dim], mesh.size())
+    axes = _check(full, mesh, dim)
+    layout.check(full.shape[dim], axes.size, axes.ulysses.size)
     return _Shard.apply(full, mesh, layout, dim)
 
 
@@ -48,19 +49,20 @@ def unshard_sequence(
         ValueError: S does not suit layout and mesh, the mesh is not one-dimensional, the tensor has
             no such dimension, or is a DTensor.
     """
-    _check(local, mesh, dim)
-    layout.check(local.shape[dim] * mesh.size(), mesh.size())
+    axes = _check(local, mesh, dim)
+    layout.check(local.shape[dim] * axes.size, axes.size, axes.ulysses.size)
     return _Unshard.apply(local, mesh, layout, dim)
 
 
-def _check(x: Tensor, mesh: DeviceMesh, dim: int) -> None:
-    ring_group(mesh)
+def _check(x: Tensor, mesh: DeviceMesh, dim: int) -> Axes:
+    axes = axes_of(mesh)
     if isinstance(x, DTensor):
         raise ValueError(
             "expected a plain tensor, not a DTensor: pass x.full_tensor() or x.to_local()"
         )
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim = {dim}: the tensor has {x.dim()} dimensions")
+    return axes
 
 
 # Each is the other's derivative, and so differentiable any number of times.
@@ -89,21 +91,28 @@ class _Unshard(torch.autograd.Function):
 
 
 def _select(full: Tensor, mesh: DeviceMesh, layout: Layout, dim: int) -> Tensor:
-    positions = layout.positions(full.shape[dim], mesh.size(), mesh.get_local_rank())
+    positions = local_positions(full.shape[dim], mesh=mesh, layout=layout)
     return full.index_select(dim, positions.to(full.device))
 
 
 def _gather(local: Tensor, mesh: DeviceMesh, layout: Layout, dim: int) -> Tensor:
-    world_size = mesh.size()
-    by_rank = local.movedim(dim, 0).contiguous()
-    if world_size > 1:
-        # As bytes, because backends gather only some dtypes.
-        mine = by_rank.unsqueeze(-1).view(torch.uint8)
-        everyone = mine.new_empty(world_size * mine.shape[0], *mine.shape[1:])
-        all_gather_single(everyone, mine, group=mesh.get_group())
-        by_rank = everyone.view(local.dtype).squeeze(-1)
+    ring, ulysses = axes_of(mesh)
+    # Ranks that share heads hold parts, in order, of what one rank of the ring holds.
+    by_rank = _gather_rows(_gather_rows(local.movedim(dim, 0), ulysses), ring)
     order = torch.cat(
-        [layout.positions(by_rank.shape[0], world_size, rank) for rank in range(world_size)]
+        [layout.positions(by_rank.shape[0], ring.size, rank) for rank in range(ring.size)]
     )
     in_sequence = torch.empty_like(by_rank).index_copy_(0, order.to(local.device), by_rank)
     return in_sequence.movedim(0, dim)
+
+
+def _gather_rows(x: Tensor, axis: Axis) -> Tensor:
+    """The rows of all ranks of an axis, rank by rank."""
+    x = x.contiguous()
+    if axis.size == 1:
+        return x
+    # As bytes, because backends gather only some dtypes.
+    mine = x.unsqueeze(-1).view(torch.uint8)
+    everyone = mine.new_empty(axis.size * mine.shape[0], *mine.shape[1:])
+    all_gather_single(everyone, mine, group=axis.group())
+    return everyone.view(x.dtype).squeeze(-1)

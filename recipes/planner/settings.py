@@ -150,8 +150,8 @@ def _levers(config: StripedJobConfig) -> Levers:
 def _kernel(config: StripedJobConfig, gpu: Gpu) -> str:
     """The kernel that runs: "auto" is the fastest of those that torch brings with it.
 
-    cuDNN takes one document a row, and is not deterministic. Without a ring torch's own SDPA prefers it too (torchtitan
-    0.2.2, models/attention.py).
+    cuDNN takes one document a row, and is not deterministic. Without a ring torch's own SDPA
+    prefers it too (torchtitan 0.2.2, models/attention.py).
     """
     kernel = config.striped_cp.kernel
     if kernel != "auto":

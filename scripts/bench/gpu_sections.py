@@ -236,17 +236,20 @@ def hops(sizes: Sizes) -> Iterator[Row]:
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
         group = dist.new_group([0], pg_options=options)
         hop = partial(_post_hop, group, sent, received)
-        times = {"kernel": [], "hop": [], "both": []}
-        for _ in range(4):
-            times["kernel"].append(_timed(sizes, yardsticks.causal_tile))
-            times["hop"].append(_timed(sizes, lambda hop=hop: hop().wait()))
-            times["both"].append(_timed(sizes, partial(_beside, hop, yardsticks.causal_tile)))
+        runs: dict[str, Callable[[], object]] = {
+            "kernel": yardsticks.causal_tile,
+            "hop": partial(_beside, hop, lambda: None),
+            "both": partial(_beside, hop, yardsticks.causal_tile),
+        }
+        rounds = [{name: _timed(sizes, run) for name, run in runs.items()} for _ in range(4)]
         arrived = all(torch.equal(a, b) for a, b in zip(sent, received, strict=True))
         yield {
             "high_priority": high_priority,
             "nbytes": sum(x.nbytes for x in sent),
             "arrived": arrived,
-            **{f"{name}_s": statistics.median(t[1:]) for name, t in times.items()},
+            **{
+                f"{name}_s": statistics.median(times[name] for times in rounds[1:]) for name in runs
+            },
             "ok": arrived or backend == "fake",
         }
 
@@ -280,9 +283,13 @@ def offload(sizes: Sizes) -> Iterator[Row]:
 
     rows, width = sizes.offloaded
     generator = torch.Generator(sizes.device).manual_seed(0)
-    how = {"generator": generator, "device": sizes.device, "dtype": DTYPES[sizes.dtype]}
-    weight = torch.randn(width, width, **how) / width**0.5
-    x = torch.randn(rows, width, requires_grad=True, **how)
+
+    def random(count: int) -> Tensor:
+        x = torch.randn(count, width, generator=generator, device=sizes.device)
+        return x.to(DTYPES[sizes.dtype])
+
+    weight = random(width) / width**0.5
+    x = random(rows).requires_grad_()
 
     def block(y: Tensor) -> Tensor:
         for _ in range(8):

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
 from striped_cp import Documents, Layout, Striped, shard_sequence
+from striped_cp.axes import axes_of
 
 IGNORE = -100  # transformers' label of tokens that are not to be predicted
 
@@ -27,7 +28,7 @@ class RingBatch:
     """
 
     layout: Layout
-    mesh_size: int
+    mesh_shape: tuple[int, ...]
     documents: Documents | None
     position_ids: Tensor
     fingerprint: int
@@ -89,7 +90,7 @@ def shard_batch(
     batch: dict[str, Any] = {
         "input_ids": mine(input_ids),
         "position_ids": position_ids.to(input_ids.device),
-        "ring": RingBatch(layout, mesh.size(), documents, position_ids, fingerprint),
+        "ring": RingBatch(layout, mesh.shape, documents, position_ids, fingerprint),
     }
     if labels is not None:
         # A token has a target unless the next one begins a document, or there is none.
@@ -131,7 +132,8 @@ class RingCollator:
             labels += example.get("labels", tokens)
         if len(labels) != len(ids):
             raise ValueError(f"labels of {len(labels)} tokens for input_ids of {len(ids)}")
-        missing = -len(ids) % self.layout.divisor(self.mesh.size())
+        axes = axes_of(self.mesh)
+        missing = -len(ids) % self.layout.length_divisor(axes.size, axes.ulysses.size)
         ends = [len(ids), len(ids) + missing] if missing else [len(ids)]
         return shard_batch(
             torch.tensor([ids + [self.pad_token_id] * missing]),

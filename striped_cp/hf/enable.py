@@ -120,10 +120,10 @@ def _check_batch(arguments: dict[str, Any], attend: RingAttention) -> RingBatch:
         if arguments.get(name) is not None and arguments[name] is not False:
             raise ValueError(f"{name} is not supported on the ring: leave it out")
     assert attend.mesh is not None
-    if (batch.layout, batch.mesh_size) != (attend.layout, attend.mesh.size()):
+    if (batch.layout, batch.mesh_shape) != (attend.layout, attend.mesh.shape):
         raise ValueError(
-            f"the batch is laid out as {batch.layout.spec!r} on {batch.mesh_size} ranks, the model "
-            f"was enabled for {attend.layout.spec!r} on {attend.mesh.size()}"
+            f"the batch is laid out as {batch.layout.spec!r} on a mesh {batch.mesh_shape}, the "
+            f"model was enabled for {attend.layout.spec!r} on {attend.mesh.shape}"
         )
     given = arguments.get("position_ids")
     if given is None or not torch.equal(given.cpu(), batch.position_ids):

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from striped_cp import Documents, Layout
-from striped_cp.algorithm import attention_backward, attention_forward
+from striped_cp import Documents, Layout, ulysses
 from striped_cp.kernels import KERNELS
 from striped_cp.kernels.base import BackwardInputs, Inputs
-from striped_cp.loopback import loopback
+from striped_cp.loopback import LoopbackRing, loopback
 from striped_cp.ring import Pending, Ring
 from striped_cp.tiles import tiles_of_rank
 
@@ -81,19 +80,24 @@ def run_loopback(
     kernel: str = "reference",
     rotate_method: str = "ring",
     scale: float | None = None,
+    ulysses_degree: int = 1,
 ) -> tuple[Tensor, ...]:
     """(out, dq, dk, dv) of whole sequences (B, H, S, D), computed by P loopback ranks."""
     query = inputs[0]
     seq_len = query.shape[2]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    positions = [layout.positions(seq_len, world_size, rank) for rank in range(world_size)]
+    positions = [
+        layout.positions(seq_len, world_size, rank, ulysses_degree) for rank in range(world_size)
+    ]
 
-    def rank_main(ring: Ring) -> tuple[Tensor, ...]:
-        q, k, v, grad_out = (x[:, :, positions[ring.rank]] for x in inputs)
-        tiles = tiles_of_rank(layout, seq_len, world_size, ring.rank, documents)
-        options = (tiles, KERNELS[kernel], StrictRing(ring), scale, rotate_method)
-        out, lse = attention_forward(Inputs(q, k, v), *options)
-        return out, *attention_backward(BackwardInputs(q, k, v, out, lse, grad_out), *options)
+    def rank_main(everyone: LoopbackRing) -> tuple[Tensor, ...]:
+        q, k, v, grad_out = (x[:, :, positions[everyone.rank]] for x in inputs)
+        ring, axis = map(StrictRing, everyone.split(ulysses_degree))
+        tiles = tiles_of_rank(layout, seq_len, ring.world_size, ring.rank, documents)
+        options = (axis, tiles, KERNELS[kernel], ring, scale, rotate_method)
+        out, lse = ulysses.forward(Inputs(q, k, v), *options)
+        x = BackwardInputs(q, k, v, out, lse, grad_out)
+        return out, *ulysses.backward(x, *options)
 
     by_rank = zip(*loopback(world_size, rank_main), strict=True)
     order = torch.cat(positions).argsort()

@@ -17,6 +17,7 @@ from striped_cp import (
     StripedContextParallel,
     ops,
     ring_attention,
+    ulysses,
 )
 from tests.helpers.loopback import random_inputs
 from tests.helpers.reference import check_close, reference_attention, reference_gradients
@@ -120,7 +121,7 @@ def test_custom_op_follows_torchs_rules():
     q, k, v = (x.requires_grad_() for x in qkv())
     documents = torch.tensor([[0, 5, 12], [0, 12, 12]])
     torch.library.opcheck(
-        ops.ring_attention_op, (q, k, v, documents, "striped:1", "", 0.3, "ring", "auto")
+        ops.ring_attention_op, (q, k, v, documents, "striped:1", "", "", 0.3, "ring", "auto")
     )
 
 
@@ -156,8 +157,8 @@ def test_compile_fullgraph_accepts_the_op():
 
 def test_selective_checkpointing_can_keep_the_rings_output(monkeypatch):
     forwards = []
-    original = ops.attention_forward
-    monkeypatch.setattr(ops, "attention_forward", lambda *a: forwards.append(1) or original(*a))
+    original = ulysses.attention_forward
+    monkeypatch.setattr(ulysses, "attention_forward", lambda *a: forwards.append(1) or original(*a))
 
     def policy(ctx, op, *args, **kwargs):
         if op is torch.ops.striped_cp.ring_attention.default:
@@ -187,7 +188,7 @@ def test_options_at_the_value_that_the_ring_implies_are_accepted():
 
 def test_the_log_sum_exp_carries_no_gradient():
     q, k, v = (x.requires_grad_() for x in qkv())
-    _, lse = ops.ring_attention_op(q, k, v, None, "striped:1", "", 0.3, "ring", "auto")
+    _, lse = ops.ring_attention_op(q, k, v, None, "striped:1", "", "", 0.3, "ring", "auto")
     assert not lse.requires_grad
 
 

@@ -42,7 +42,7 @@ def watch(recorder: Recorder | None, rotate_method: str) -> tuple[torch.Tensor, 
         kernel = KERNELS["cpu"]
         if ring.rank == 0:
             with observe(recorder):
-                ring, kernel = observed(ring, kernel)
+                (ring,), kernel = observed((ring,), kernel)
         layout = Striped()
         seq_len = WORLD_SIZE * ROWS
         rows = layout.positions(seq_len, WORLD_SIZE, ring.rank)

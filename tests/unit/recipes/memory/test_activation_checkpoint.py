@@ -6,7 +6,7 @@ import pytest
 import torch
 from torchtitan.config.job_config import ActivationCheckpoint
 
-import striped_cp.ops
+import striped_cp.ulysses
 from recipes.config.schema import Memory
 from recipes.memory.activation_checkpoint import apply_activation_checkpointing
 from recipes.memory.offload import CheckpointOffload
@@ -61,13 +61,13 @@ def checkpointed(mode, option="2", recompute_attention=False, offload=False, **m
 def attention_calls(monkeypatch):
     """How often the ring's forward runs."""
     calls = []
-    forward = striped_cp.ops.attention_forward
+    forward = striped_cp.ulysses.attention_forward
 
     def spy(*args, **kwargs):
         calls.append(1)
         return forward(*args, **kwargs)
 
-    monkeypatch.setattr(striped_cp.ops, "attention_forward", spy)
+    monkeypatch.setattr(striped_cp.ulysses, "attention_forward", spy)
     return calls
 
 
