@@ -87,6 +87,10 @@ class StripedCP:
     block_size: Annotated[int, AT_LEAST_ONE] = 1
     """Tokens per stripe; 1 is balanced for any packing of documents"""
 
+    ulysses_degree: Annotated[int, AT_LEAST_ONE] = 1
+    """Neighbouring ranks of context_parallel_degree that trade sequence for heads, inside the node;
+    the ring is between them. 1: the ring alone"""
+
     rotate_method: Literal["ring", "allgather"] = "ring"
     """How keys and values reach the ranks: hop by hop in O(S/P) memory, or at once in O(S)"""
 

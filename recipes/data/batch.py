@@ -12,6 +12,7 @@ from recipes.models.registry import shape_of
 from recipes.parallel.ring import layout_of
 from recipes.titan import IGNORE_INDEX, ParallelDims
 from striped_cp import Documents, Layout, shard_sequence
+from striped_cp.axes import local_positions
 
 
 def plain_loss(loss: torch.Tensor) -> torch.Tensor:
@@ -96,7 +97,7 @@ class BatchSharder:
         """Place in the sequence of every local token, int64 (S/P,)."""
         if self.cp_mesh is None:
             return torch.arange(seq_len)
-        return self.layout.positions(seq_len, self.cp_mesh.size(), self.cp_mesh.get_local_rank())
+        return local_positions(seq_len, mesh=self.cp_mesh, layout=self.layout)
 
     def _documents(self, boundaries: torch.Tensor | None) -> Documents | None:
         """None also for one document per row: plain causal attention is that, and faster.

@@ -16,12 +16,15 @@ def max_over(x: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
 
 
 def gather_over(x: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
-    """The ranks' x (n,) as rows: (P, n)."""
+    """The ranks' x (n,) as rows: (P, n); P are those of all axes of the mesh."""
+    rows = x[None]
     if mesh is None:
-        return x[None]
-    rows = [torch.empty_like(x) for _ in range(mesh.size())]
-    dist.all_gather(rows, x, group=mesh.get_group())
-    return torch.stack(rows)
+        return rows
+    for dim in range(mesh.ndim):
+        parts = [torch.empty_like(rows) for _ in range(mesh.size(dim))]
+        dist.all_gather(parts, rows, group=mesh.get_group(dim))
+        rows = torch.cat(parts)
+    return rows
 
 
 def _reduce(x: torch.Tensor, mesh: DeviceMesh | None, op: dist.ReduceOp.RedOpType) -> torch.Tensor:

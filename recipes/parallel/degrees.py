@@ -5,6 +5,7 @@ In integers alone. Every refusal is an `InvalidSetting`.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from recipes.config.schema import StripedJobConfig
@@ -83,9 +84,23 @@ def check_heads(kv_heads: int, tp: int) -> None:
         raise InvalidSetting("parallelism.tensor_parallel_degree", tp, why, allowed)
 
 
-def check_length(key: str, seq_len: int, layout: Layout, cp: int, tp: int) -> None:
+def check_ulysses(degree: int, heads: int, cp: int, tp: int) -> None:
+    """Check that ranks which share heads have equal parts of the ranks and of the heads."""
+    key = "striped_cp.ulysses_degree"
+    local = heads // tp
+    common = math.gcd(cp, local)
+    allowed = f"divisors of {common}"
+    if cp % degree:
+        why = f"does not divide parallelism.context_parallel_degree = {cp}"
+        raise InvalidSetting(key, degree, why, allowed)
+    if local % degree:
+        why = f"does not divide the {local} query heads of a tensor-parallel rank"
+        raise InvalidSetting(key, degree, why, allowed)
+
+
+def check_length(key: str, seq_len: int, layout: Layout, cp: int, tp: int, ulysses: int) -> None:
     """Check that the layout, and tensor parallelism within it, divide a sequence."""
-    divisor = length_divisor(layout, cp, tp)
+    divisor = length_divisor(layout, cp, tp, ulysses)
     if seq_len % divisor == 0:
         return
     below = seq_len // divisor * divisor

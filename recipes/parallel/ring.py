@@ -29,39 +29,63 @@ def seq_len_divisor(config: StripedJobConfig) -> int:
     """What sequence lengths must be a multiple of."""
     parallelism = config.parallelism
     cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
-    return length_divisor(layout_of(config), cp, tp)
+    return length_divisor(layout_of(config), cp, tp, config.striped_cp.ulysses_degree)
 
 
-def length_divisor(layout: Layout, cp: int, tp: int) -> int:
+def length_divisor(layout: Layout, cp: int, tp: int, ulysses: int) -> int:
     """The layout's rule, and S/cp split over tp."""
-    return math.lcm(layout.divisor(cp), cp * tp)
+    return math.lcm(layout.length_divisor(cp, ulysses), cp * tp)
 
 
-def give_ring_its_group(parallel_dims: ParallelDims, timeout: timedelta) -> None:
-    """Put the `cp` mesh on a group that nothing else uses; all ranks call it.
+def give_ring_its_groups(
+    parallel_dims: ParallelDims, ulysses_degree: int, timeout: timedelta
+) -> None:
+    """Put the `cp` mesh on groups that nothing else uses; all ranks call it.
 
     Where context parallelism takes all ranks, torchtitan 0.2.2's meshes for `cp`, FSDP and the
     loss are the world's group: a hop of the ring would queue behind FSDP's collectives, and point
-    to point next to a collective on one NCCL communicator can hang. With NCCL the group's stream
-    has high priority, or the few blocks that copy a hop wait until the attention kernel, which
-    fills the GPU, is through. The mesh is replaced in torchtitan's own table, so that its time
-    limits reach the new group too.
+    to point next to a collective on one NCCL communicator can hang. With NCCL the groups' streams
+    have high priority, or the few blocks that copy a hop wait until the attention kernel, which
+    fills the GPU, is through.
+
+    The mesh is replaced in torchtitan's own table, so that its time limits reach the new groups
+    too. Where ranks share heads, it is the ring's axis and theirs.
     """
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
+    from striped_cp.axes import ULYSSES
+
     mesh = parallel_dims.get_optional_mesh("cp")
     if mesh is None:
         return
-    rings: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(rings, tuple(dist.get_process_group_ranks(mesh.get_group())))
     backend, options = dist.get_backend(mesh.get_group()), None
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = timeout
-    group, _ = dist.new_subgroups_by_enumeration(
-        sorted(set(rings)), timeout, backend, options, group_desc="ring"
-    )
-    parallel_dims._meshes["cp"] = DeviceMesh.from_group(
-        group, mesh.device_type, mesh_dim_names=("cp",)
-    )
+
+    def group_of_mine(groups: list[list[int]], name: str) -> dist.ProcessGroup:
+        group, _ = dist.new_subgroups_by_enumeration(
+            groups, timeout, backend, options, group_desc=name
+        )
+        return group
+
+    members: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(members, tuple(dist.get_process_group_ranks(mesh.get_group())))
+    everyone = sorted(set(members))
+    rings = [ranks[u::ulysses_degree] for ranks in everyone for u in range(ulysses_degree)]
+    ring = group_of_mine(rings, "ring")
+    if ulysses_degree == 1:
+        mesh = DeviceMesh.from_group(ring, mesh.device_type, mesh_dim_names=("cp",))
+    else:
+        starts = range(0, len(everyone[0]), ulysses_degree)
+        shared = [ranks[start:][:ulysses_degree] for ranks in everyone for start in starts]
+        mesh = DeviceMesh.from_group(
+            [ring, group_of_mine(shared, ULYSSES)],
+            mesh.device_type,
+            mesh=mesh.mesh.view(-1, ulysses_degree),
+            mesh_dim_names=("cp", ULYSSES),
+        )
+        for axis in mesh.mesh_dim_names or ():
+            parallel_dims._meshes[f"cp, axis {axis}"] = mesh[axis]
+    parallel_dims._meshes["cp"] = mesh

@@ -1,7 +1,8 @@
 """Before training: does every ring pass on what it gets.
 
-Every ring passes a known pattern once around, and every link is timed by itself. A link that
-delivers something else, or nothing, ends the run and is named; a slow one is named in the log.
+Every ring passes a known pattern once around, and every link is timed by itself; ranks that share
+heads exchange one. A link that delivers something else, or nothing, ends the run and is named; a
+slow one is named in the log.
 """
 
 import contextlib
@@ -53,8 +54,11 @@ def run_startup_check(
     if mesh is None:
         return
     patience = _PATIENCE * config.comm.init_timeout_seconds
-    links = check_ring(mesh.get_group(), device, patience)
-    report(links)
+    axes = [dim for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+    groups = [mesh.get_group(dim) for dim in axes]
+    report([link for group in groups for link in check_ring(group, device, patience)])
+    if 1 in axes:
+        check_exchange(groups[-1], device, patience)
 
 
 def check_ring(group: dist.ProcessGroup, device: torch.device, patience: float) -> list[Link]:
@@ -81,6 +85,38 @@ def check_ring(group: dist.ProcessGroup, device: torch.device, patience: float) 
         Link(int(sender), receiver, bool(wrong), table[int(sender)][2])
         for receiver, (sender, wrong, _) in enumerate(table)
     ]
+
+
+def check_exchange(group: dist.ProcessGroup, device: torch.device, patience: float) -> None:
+    """Exchange patterns among the ranks that share heads; a collective of all ranks.
+
+    Raises:
+        Stop: on every rank, naming the ranks that got something else.
+    """
+    axis = ProcessGroupRing(group)
+    members = axis.members()
+    sent = torch.stack([_pattern(axis.rank * axis.world_size + to, device) for to in _ranks(axis)])
+    received = torch.zeros_like(sent)
+    with _patience(members, axis.rank, patience):
+        axis.all_to_all(received, sent).wait()
+    wrong = [
+        members[source]
+        for source in _ranks(axis)
+        if not torch.equal(received[source], _pattern(source * axis.world_size + axis.rank, device))
+    ]
+    worst = torch.tensor([min(wrong, default=-1)], device=device)
+    rows = [torch.empty_like(worst) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, worst)
+    broken = [f"{int(row)} -> {rank}" for rank, row in enumerate(rows) if int(row) >= 0]
+    if broken:
+        raise faults.Stop(
+            f"startup check: all-to-all delivers wrong data {', '.join(broken)} (ranks of the job, "
+            "sender -> receiver); run NCCL's own tests"
+        )
+
+
+def _ranks(axis: ProcessGroupRing) -> range:
+    return range(axis.world_size)
 
 
 def report(links: list[Link]) -> None:

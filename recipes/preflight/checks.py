@@ -13,6 +13,7 @@ from recipes.models.registry import MODELS, family_of, shape_of
 from recipes.parallel.degrees import (
     check_heads,
     check_length,
+    check_ulysses,
     gradient_accumulation,
     resolved_shard,
 )
@@ -69,6 +70,10 @@ def _check_sequence(config: StripedJobConfig) -> None:
     if block_size != 1 and balancer != "striped":
         why = f"only stripes have a size, context_parallel_load_balancer is {toml(balancer)}"
         raise InvalidSetting("striped_cp.block_size", block_size, why, "1")
+    shape, parallelism = shape_of(config), config.parallelism
+    cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
+    check_heads(shape.n_kv_heads, tp)
+    check_ulysses(config.striped_cp.ulysses_degree, shape.n_heads, cp, tp)
     seq_len = config.training.seq_len
     _check_divides(config, "training.seq_len", seq_len)
     if config.validation.enable and config.validation.seq_len != -1:
@@ -82,7 +87,7 @@ def _check_sequence(config: StripedJobConfig) -> None:
 def _check_divides(config: StripedJobConfig, key: str, seq_len: int) -> None:
     parallelism = config.parallelism
     cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
-    check_length(key, seq_len, layout_of(config), cp, tp)
+    check_length(key, seq_len, layout_of(config), cp, tp, config.striped_cp.ulysses_degree)
 
 
 def _check_tools(config: StripedJobConfig) -> None:
@@ -132,7 +137,6 @@ def _check_model(config: StripedJobConfig) -> None:
 
     shape, theta = shape_of(config), family_of(config).theta
     check_sequence_length(config.rope, shape.head_dim, theta, config.training.seq_len)
-    check_heads(shape.n_kv_heads, config.parallelism.tensor_parallel_degree)
 
 
 def _check_files(config: StripedJobConfig) -> None:

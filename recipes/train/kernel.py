@@ -1,5 +1,7 @@
 """The attention kernel of a run: the fastest that is right on the GPUs it runs on."""
 
+import math
+
 import torch.distributed as dist
 
 from recipes.config.schema import StripedJobConfig
@@ -19,12 +21,14 @@ def select_run_kernel(config: StripedJobConfig, parallel_dims: ParallelDims) -> 
     if not uses_ring(config):
         return None
     shape = shape_of(config)
+    degree = config.striped_cp.ulysses_degree
+    kv_heads = shape.n_kv_heads // parallel_dims.tp
     selection = select_kernel(
         config.striped_cp.kernel,
         kernel_request(config),
-        heads=shape.n_heads // parallel_dims.tp,
-        kv_heads=shape.n_kv_heads // parallel_dims.tp,
-        rows=config.training.seq_len // parallel_dims.cp,
+        heads=shape.n_heads // parallel_dims.tp // degree,
+        kv_heads=math.lcm(kv_heads, degree) // degree,  # copied where there are fewer than ranks
+        rows=config.training.seq_len // parallel_dims.cp * degree,
         group=dist.group.WORLD,
     )
     logger.info(f"kernel: {selection}")

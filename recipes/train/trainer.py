@@ -27,7 +27,7 @@ from recipes.evaluation.periodic import PeriodicEvaluation
 from recipes.memory.loss import collect_token_losses
 from recipes.metrics.processor import StripedMetrics
 from recipes.parallel.agreement import check_agreement, settings_and_code
-from recipes.parallel.ring import give_ring_its_group
+from recipes.parallel.ring import give_ring_its_groups
 from recipes.parallel.startup_check import run_startup_check
 from recipes.process import faults, preemption
 from recipes.titan import IGNORE_INDEX, ParallelDims, cpu_host, dist_utils, logger
@@ -81,7 +81,7 @@ class StripedTrainer(Trainer):
         faults.introduce(torch.distributed.get_rank())
         check_agreement(settings_and_code(self.job_config))
         timeout = timedelta(seconds=self.job_config.comm.init_timeout_seconds)
-        give_ring_its_group(parallel_dims, timeout)
+        give_ring_its_groups(parallel_dims, self.job_config.striped_cp.ulysses_degree, timeout)
         logger.info(_versions(parallel_dims))
         if self.job_config.rope.on_mismatch == "take":
             logger.info(f"[rope] is that of the weights: {self.job_config.rope}")

@@ -19,13 +19,18 @@ KEYS = {
     "pp": "pipeline_parallel_degree",
     "schedule": "pipeline_parallel_schedule",
     "balancer": "context_parallel_load_balancer",
+    "ulysses": "ulysses_degree",
 }
 
 
 def layout(**degrees: int | str) -> tuple[str, ...]:
     """Command-line settings; the local batch takes the rows that a data-parallel rank has."""
     rows = ROWS // (degrees.get("replicate", 1) * degrees.get("shard", 1))
-    pairs = [(f"--parallelism.{KEYS[key]}", str(value)) for key, value in degrees.items()]
+    section = {"ulysses": "striped_cp"}
+    pairs = [
+        (f"--{section.get(key, 'parallelism')}.{KEYS[key]}", str(value))
+        for key, value in degrees.items()
+    ]
     batch = [("--training.local_batch_size", str(rows))]
     return tuple(word for pair in pairs + batch for word in pair)
 
@@ -34,6 +39,8 @@ WHOLE_LOGITS = ("--memory.loss_chunk_tokens", "0")
 PLAIN_LOSS = (*WHOLE_LOGITS, "--parallelism.disable_loss_parallel")
 ONE_ROW = ("--training.local_batch_size", "1")
 TWO_ROWS = ("--training.local_batch_size", "2")
+COMPILED = ("--compile.enable", "--compile.components", "model", "--compile.backend", "aot_eager")
+CHECKPOINTED = ("--activation_checkpoint.mode", "full")
 NO_VALIDATION = ("--validation.no-enable",)
 # name: (ranks, settings)
 LAYOUTS = {
@@ -52,6 +59,20 @@ LAYOUTS = {
     "cp2 contiguous": (2, layout(cp=2, balancer="contiguous")),
     "cp2 stripes of 8": (2, (*layout(cp=2), "--striped_cp.block_size", "8")),
     "cp2 allgather": (2, (*layout(cp=2), "--striped_cp.rotate_method", "allgather")),
+    "cp2 = 1 x 2": (2, layout(cp=2, ulysses=2)),
+    "cp4 = 2 x 2": (4, layout(cp=4, ulysses=2)),
+    "cp4 = 1 x 4": (4, layout(cp=4, ulysses=4)),
+    "cp4 = 2 x 2, headtail": (4, layout(cp=4, ulysses=2, balancer="headtail")),
+    "cp4 = 2 x 2, compiled": (4, layout(cp=4, ulysses=2) + COMPILED),
+    "cp4 = 2 x 2, checkpointed": (4, layout(cp=4, ulysses=2) + CHECKPOINTED),
+    "fsdp2 cp2 = 1 x 2, compiled, checkpointed": (
+        4,
+        layout(shard=2, cp=2, ulysses=2) + COMPILED + CHECKPOINTED,
+    ),
+    "cp2 = 1 x 2, tp2": (4, layout(cp=2, ulysses=2, tp=2)),
+    "cp2 = 1 x 2, pp2": (4, layout(cp=2, ulysses=2, pp=2)),
+    "hsdp: replicate2 cp2 = 1 x 2": (4, layout(replicate=2, shard=1, cp=2, ulysses=2)),
+    "cp4 = 2 x 2, tp2": (8, layout(cp=4, ulysses=2, tp=2)),
     "tp2": (2, layout(tp=2)),
     "tp4": (4, layout(tp=4)),
     "tp2, whole logits": (2, layout(tp=2) + WHOLE_LOGITS),
@@ -77,6 +98,7 @@ LAYOUTS = {
 }
 IN_DEFAULT_RUN = (
     *("cp2", "cp4", "fsdp2 cp2", "hsdp: replicate2 cp2", "ddp2, two microbatches"),
+    *("cp4 = 2 x 2", "cp2 = 1 x 2, tp2", "fsdp2 cp2 = 1 x 2, compiled, checkpointed"),
     *("tp2", "cp2 tp2, whole logits", "pp2 InterleavedZeroBubble", "cp2 pp2"),
 )
 

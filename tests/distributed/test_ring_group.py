@@ -18,7 +18,7 @@ from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.placement_types import Shard
 from torchtitan.distributed import ParallelDims
 
-from recipes.parallel.ring import give_ring_its_group
+from recipes.parallel.ring import give_ring_its_groups
 from striped_cp import ops, ring_attention, shard_sequence, unshard_sequence
 from striped_cp.kernels import KERNELS
 from tests.helpers.launch import run_ranks
@@ -30,7 +30,7 @@ def groups_of_training(degrees: dict[str, int]) -> tuple[str, str, str]:
     alone = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp"), 1)
     dims = ParallelDims(**alone | degrees, world_size=math.prod(degrees.values()))
     dims.build_mesh()
-    give_ring_its_group(dims, timedelta(seconds=60))
+    give_ring_its_groups(dims, 1, timedelta(seconds=60))
     return tuple(dims.get_mesh(axis).get_group().group_name for axis in ("cp", "fsdp", "loss"))
 
 

@@ -83,7 +83,8 @@ def apply_ring(model: nn.Module, cp_mesh: DeviceMesh, job_config: StripedJobConf
         parallelize_module(module, cp_mesh, style)
     routed = sum(isinstance(getattr(m.forward, "__self__", None), RingAttention) for m in modules)
     assert routed == len(modules), f"{routed} of {len(modules)} attention modules run the ring"
-    logger.info(f"{routed} attention modules run the {style.layout.spec} ring of {cp_mesh.size()}")
+    ranks = " x ".join(map(str, cp_mesh.shape))
+    logger.info(f"{routed} attention modules run the {style.layout.spec} ring of {ranks}")
 
 
 def apply_fsdp(
