@@ -118,8 +118,8 @@ def report(args: argparse.Namespace, overrides: list[str]) -> tuple[str, bool]:
     plan = make_plan(run, gpu, network)
     if args.json:
         return json.dumps(text.plan_table(plan)), plan.fits
-    later = text.later_kernel_text(plan, network)
-    return "\n".join([text.plan_text(plan), *([later] if later else [])]), plan.fits
+    advice = text.exposed_ring_text(plan, network), text.later_kernel_text(plan, network)
+    return "\n".join([text.plan_text(plan), *filter(None, advice)]), plan.fits
 
 
 def document_lengths(text: str | None) -> tuple[int, ...]:

@@ -40,11 +40,11 @@ def slowest_pairs(layout: Layout, run: Run) -> tuple[tuple[float, ...], float]:
             ends.append(ends[-1] + length)
         documents = Documents.from_cu_seqlens([ends])
     by_rank = [
-        [tile.pairs for tile in tiles_of_rank(layout, run.seq_len, run.cp, rank, documents)]
-        for rank in range(run.cp)
+        [tile.pairs for tile in tiles_of_rank(layout, run.seq_len, run.ring, rank, documents)]
+        for rank in range(run.ring)
     ]
     slowest = tuple(float(max(step)) for step in zip(*by_rank, strict=True))
-    balance = sum(map(sum, by_rank)) / (run.cp * sum(slowest))
+    balance = sum(map(sum, by_rank)) / (run.ring * sum(slowest))
     return slowest, balance
 
 
@@ -65,7 +65,7 @@ def compare_layouts(run: Run, gpu: Gpu, network_gb_s: float) -> list[LayoutRow]:
     rows = []
     for candidate in candidates:
         layout = named_layout(candidate.layout, candidate.block_size)
-        if run.seq_len % layout.divisor(run.cp):
+        if run.seq_len % layout.length_divisor(run.cp, run.ulysses):
             continue
         pairs, balance = slowest_pairs(layout, candidate)
         counted = replace(candidate, slowest_pairs=pairs)

@@ -185,13 +185,14 @@ def layer_bytes(run: Run) -> dict[str, float]:
     # Gradients of the block output, of the attention output, and of q, k, v; with a ring dQ is
     # summed in float32, and a tile's gradients exist beside the sums.
     gradients = residual + 2 * query + 2 * kv
-    if run.cp > 1:
+    if run.ring > 1:
         gradients += 3 * query + 2 * kv
     return {
         "MLP backward": _BF16 * tokens * (attention + mlp) + arriving,
         "attention backward": _BF16 * tokens * (attention + gradients)
         + arriving
         + exchange_bytes(run)
+        + shared_heads_bytes(run)
         + kernel_bytes(run),
     }
 
@@ -220,9 +221,9 @@ def ring_bytes(run: Run) -> float:
     Keys and values in bf16, twice from three ranks on, and their gradients in float32. All-gather
     has none.
     """
-    if run.cp == 1 or run.rotate_method == "allgather":
+    if run.ring == 1 or run.rotate_method == "allgather":
         return 0.0
-    return _local_kv(run) * (min(run.cp - 1, 2) * _BF16 + _FP32)
+    return _local_kv(run) * (min(run.ring - 1, 2) * _BF16 + _FP32)
 
 
 def exchange_bytes(run: Run) -> float:
@@ -231,11 +232,19 @@ def exchange_bytes(run: Run) -> float:
     Ring: the float32 gradients at hand. All-gather: keys and values of the whole sequence in bf16
     and their gradients in float32, of which keys' and values' in turn are there twice.
     """
-    if run.cp == 1:
+    if run.ring == 1:
         return 0.0
     if run.rotate_method == "allgather":
-        return run.cp * _local_kv(run) * (_BF16 + 1.5 * _FP32)
+        return run.ring * _local_kv(run) * (_BF16 + 1.5 * _FP32)
     return _local_kv(run) * _FP32
+
+
+def shared_heads_bytes(run: Run) -> float:
+    """Of one layer's backward pass: q, k, v, out and its gradient with all tokens of a tile."""
+    if run.ulysses == 1:
+        return 0.0
+    query = run.microbatch * run.local_tokens * run.shape.query_dim / run.tp
+    return _BF16 * (3 * query + _local_kv(run))
 
 
 def _local_kv(run: Run) -> float:

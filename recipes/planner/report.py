@@ -8,7 +8,11 @@ from typing import Any
 
 from recipes.planner.footprint import GIB
 from recipes.planner.plan import Plan, make_plan
+from recipes.planner.run import Run
+from recipes.planner.search import degrees_of_ulysses
 from recipes.planner.step_time import Hop
+
+EXPOSED = 0.05
 
 
 def plan_text(plan: Plan) -> str:
@@ -17,7 +21,8 @@ def plan_text(plan: Plan) -> str:
     lines = [
         f"{run.gpus} x {gpu.name}: {mesh_text(plan)}",
         f"{run.sequences_per_step} x {run.seq_len} tokens per step, {run.local_tokens} per rank and"
-        f" sequence; {run.layout} ring of {run.cp}, kernel {run.kernel}, {run.levers_in_use}",
+        f" sequence; {run.layout} ring of {ring_text(run)}, "
+        f"kernel {run.kernel}, {run.levers_in_use}",
         "",
         f"memory per GPU, peak in {memory.moment}",
     ]
@@ -47,6 +52,27 @@ def plan_text(plan: Plan) -> str:
     ]
     lines += [hop_text(name, hop) for name, hop in hops(plan).items()]
     return "\n".join(lines)
+
+
+def ring_text(run: Run) -> str:
+    """The ranks of the ring, and those that share heads."""
+    return str(run.ring) if run.ulysses == 1 else f"{run.ring} x {run.ulysses} that share heads"
+
+
+def exposed_ring_text(plan: Plan, network_gb_s: float) -> str | None:
+    """Where hops that nothing hides take more than 5 % of a step: the degree that mends it."""
+    share = plan.time.parts["exposed ring"] / plan.time.step_seconds
+    if share <= EXPOSED:
+        return None
+    better = max(
+        (make_plan(run, plan.gpu, network_gb_s) for run in degrees_of_ulysses(plan.run, plan.gpu)),
+        key=lambda other: other.time.tokens_per_second_per_gpu,
+    )
+    told = f"hops of the ring that nothing hides take {share:.1%} of a step"
+    speed, degree = better.time.tokens_per_second_per_gpu, better.run.ulysses
+    if speed <= plan.time.tokens_per_second_per_gpu:
+        return told
+    return f"{told}; with striped_cp.ulysses_degree = {degree}: {speed:.1f} tokens/s/GPU"
 
 
 def later_kernel_text(plan: Plan, network_gb_s: float) -> str | None:
@@ -109,6 +135,7 @@ def plan_table(plan: Plan) -> dict[str, Any]:
             "tp": run.tp,
             "pp": run.pp,
         },
+        "ulysses_degree": run.ulysses,
         "levers": run.levers_in_use,
         "kernel": run.kernel,
         "layout": run.layout,
@@ -150,12 +177,12 @@ def plan_table(plan: Plan) -> dict[str, Any]:
 def search_text(plans: list[Plan]) -> str:
     """Ranked table of a search."""
     lines = [
-        "  dp  cp  tp  pp  batch x acc  tok/s/GPU  step s  MFU causal  GiB    kernel  levers",
+        "  dp  cp  ul  tp  pp  batch x acc  tok/s/GPU  step s  MFU causal  GiB    kernel  levers",
     ]
     for plan in plans:
         run, time = plan.run, plan.time
         lines.append(
-            f"{run.dp_shard:4d}{run.cp:4d}{run.tp:4d}{run.pp:4d}"
+            f"{run.dp_shard:4d}{run.cp:4d}{run.ulysses:4d}{run.tp:4d}{run.pp:4d}"
             f"{run.local_batch:7d} x {run.gradient_accumulation:<3d}"
             f"{time.tokens_per_second_per_gpu:11.1f}{time.step_seconds:8.1f}{time.mfu_causal:12.1%}"
             f"{plan.memory.total / GIB:7.1f}  {run.kernel:<8}{run.levers_in_use}"

@@ -6,7 +6,13 @@ import math
 from dataclasses import dataclass, field
 
 from recipes.models.shapes import ModelShape, causal_pairs, document_pairs
-from recipes.parallel.degrees import check_heads, check_length, check_microbatches, check_stages
+from recipes.parallel.degrees import (
+    check_heads,
+    check_length,
+    check_microbatches,
+    check_stages,
+    check_ulysses,
+)
 from recipes.parallel.ring import named_layout
 from recipes.planner.hardware import Gpu
 
@@ -48,6 +54,7 @@ class Run:
         parameter_bytes: per parameter as the optimizer sees it (4, or 2 for training.dtype bf16);
             gradients have the same dtype and Adam keeps two more copies.
         virtual_stages: pipeline stages per rank.
+        ulysses: neighbouring ranks of cp that trade sequence for heads.
         deterministic_on: multiprocessors of the GPU, with debug.deterministic; 0 without.
     """
 
@@ -77,6 +84,7 @@ class Run:
     pp_schedule: str = "1F1B"
     pp_microbatch: int = 1
     virtual_stages: int = 1
+    ulysses: int = 1
     deterministic_on: int = 0
 
     @property
@@ -89,9 +97,21 @@ class Run:
         return self.seq_len // self.cp
 
     @property
+    def ring(self) -> int:
+        """Ranks of the ring."""
+        return self.cp // self.ulysses
+
+    @property
+    def ring_tokens(self) -> int:
+        """Tokens of one sequence in a tile of the ring."""
+        return self.seq_len // self.ring
+
+    @property
     def ring_kv_dim(self) -> int:
-        """Width of the keys, and of the values, that travel."""
-        return self.shape.query_dim if self.repeated_kv else self.shape.kv_dim
+        """Width of the keys, and of the values, that travel: copied for ranks that share heads."""
+        kv_heads = self.shape.n_kv_heads // self.tp
+        copies = math.lcm(kv_heads, self.ulysses) // kv_heads
+        return self.shape.query_dim if self.repeated_kv else copies * self.shape.kv_dim
 
     @property
     def fsdp_degree(self) -> int:
@@ -159,7 +179,8 @@ def check(run: Run, gpu: Gpu) -> None:
     shape = run.shape
     check_heads(shape.n_kv_heads, run.tp)
     layout = named_layout(run.layout, run.block_size)
-    check_length("training.seq_len", run.seq_len, layout, run.cp, run.tp)
+    check_ulysses(run.ulysses, shape.n_heads, run.cp, run.tp)
+    check_length("training.seq_len", run.seq_len, layout, run.cp, run.tp, run.ulysses)
     if run.pp > 1:
         check_stages(run.pp_schedule, run.pp, run.pp * run.virtual_stages, shape.n_layers)
         check_microbatches(run.pp_schedule, run.local_batch, run.pp_microbatch, run.pp)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -31,9 +33,10 @@ def search(
     for mesh in _meshes(run, sequences, gpu):
         plans = [
             make_plan(candidate, gpu, network_gb_s)
+            for shared in degrees_of_ulysses(mesh, gpu)
             for levers in _levers(run)
             for kernel in kernels
-            for candidate in [replace(mesh, levers=levers, kernel=kernel)]
+            for candidate in [replace(shared, levers=levers, kernel=kernel)]
         ]
         fitting = [plan for plan in plans if plan.comfortable]
         if fitting:
@@ -88,6 +91,18 @@ def _meshes(run: Run, sequences: int | None, gpu: Gpu) -> Iterator[Run]:
         except ValueError:
             continue
         yield mesh
+
+
+def degrees_of_ulysses(run: Run, gpu: Gpu) -> Iterator[Run]:
+    """`run` with every number of ranks that can share heads inside a node."""
+    from recipes.planner.balance import with_documents  # late: it imports what counts tiles
+
+    for degree in _divisors(math.gcd(run.cp, run.shape.n_heads // run.tp)):
+        if degree == 1 or degree * run.tp <= gpu.gpus_per_node:
+            candidate = replace(run, ulysses=degree, slowest_pairs=())
+            with contextlib.suppress(ValueError):
+                check(candidate, gpu)
+                yield with_documents(candidate) if run.documents else candidate
 
 
 def _levers(run: Run) -> list[Levers]:

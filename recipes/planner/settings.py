@@ -44,7 +44,16 @@ def run_to_search(config: StripedJobConfig, gpus: int, gpu: Gpu) -> tuple[Run, i
         another number of GPUs.
     """
     written = _as_written(config, gpu, ())
-    anywhere = replace(written, dp_replicate=1, dp_shard=gpus, cp=1, tp=1, pp=1, pp_microbatch=1)
+    anywhere = replace(
+        written,
+        dp_replicate=1,
+        dp_shard=gpus,
+        cp=1,
+        ulysses=1,
+        tp=1,
+        pp=1,
+        pp_microbatch=1,
+    )
     total = config.training.global_batch_size
     if total != -1:
         return anywhere, total
@@ -74,6 +83,7 @@ def _as_written(config: StripedJobConfig, gpu: Gpu, documents: tuple[int, ...]) 
         rotate_method=config.striped_cp.rotate_method,
         layout=parallelism.context_parallel_load_balancer,
         block_size=config.striped_cp.block_size,
+        ulysses=config.striped_cp.ulysses_degree,
         parameter_bytes=_DTYPE_BYTES[training.dtype],
         float8="quantize.linear.float8" in config.model.converters,
         compiled=compiles_model(config),
@@ -103,7 +113,7 @@ def settings_of(run: Run) -> dict[str, dict[str, Any]]:
             "pipeline_parallel_degree": run.pp,
             "pipeline_parallel_microbatch_size": run.pp_microbatch,
         },
-        "striped_cp": {"kernel": run.kernel},
+        "striped_cp": {"kernel": run.kernel, "ulysses_degree": run.ulysses},
         "activation_checkpoint": {
             "mode": levers.checkpointing,
             **({"selective_ac_option": "op"} if levers.checkpointing == "selective" else {}),

@@ -80,21 +80,23 @@ def tile_pairs(run: Run) -> list[float]:
     Ranks are in lock step, so the slowest one sets the time of a step. One document: closed forms.
     Packed documents: `slowest_pairs`, which `layouts.py` counts from the tiles.
     """
-    n = run.local_tokens
+    n = run.ring_tokens
     if run.slowest_pairs:
         return list(run.slowest_pairs)
     if run.layout == "contiguous":
-        return [n * (n + 1) / 2] + [float(n * n)] * (run.cp - 1)
-    return [n * (n + 1) / 2] * run.cp
+        return [n * (n + 1) / 2] + [float(n * n)] * (run.ring - 1)
+    return [n * (n + 1) / 2] * run.ring
 
 
 def attention_seconds(run: Run, rate: KernelRate) -> tuple[list[float], list[float]]:
     """Kernel seconds per ring step of one layer and microbatch, forward and backward."""
     forward, backward = [], []
-    forward_rate, backward_rate = rate.of(bool(run.documents), run.local_tokens)
+    forward_rate, backward_rate = rate.of(bool(run.documents), run.ring_tokens)
+    ranks_of_heads = run.tp * run.ulysses
     for pairs in tile_pairs(run):
-        diagonal = 1 + KERNEL_BLOCK / run.local_tokens
-        flops = run.shape.attention_forward_flops(pairs) * diagonal * run.microbatch / run.tp
+        diagonal = 1 + KERNEL_BLOCK / run.ring_tokens
+        flops = run.shape.attention_forward_flops(pairs) * diagonal
+        flops *= run.microbatch / ranks_of_heads
         forward.append(flops / (forward_rate * 1e12))
         backward.append(2.5 * flops / (backward_rate * 1e12))
     return forward, backward
@@ -106,12 +108,29 @@ def merge_seconds(run: Run, gpu: Gpu) -> tuple[float, float]:
     Forward: the float32 output is read and written, the tile's bf16 output read. Backward: the same
     for dQ, and for dK and dV.
     """
-    if run.cp == 1:
+    if run.ring == 1:
         return 0.0, 0.0
     tokens = run.microbatch * run.local_tokens
     query, kv = run.shape.query_dim / run.tp, 2 * run.ring_kv_dim / run.tp
     per_step = (2 * _FP32 + _BF16) * tokens / (gpu.hbm_gb_s * 1e9 * HBM_SHARE)
-    return run.cp * query * per_step, run.cp * (query + kv) * per_step
+    return run.ring * query * per_step, run.ring * (query + kv) * per_step
+
+
+def exchange_seconds(run: Run, gpu: Gpu, network_gb_s: float) -> tuple[float, float]:
+    """Seconds per layer and microbatch in which ranks trade sequence for heads and back.
+
+    Nothing hides them. Forward: q, k, v there and the output back. Backward: q, k, v, the output
+    and its gradient there, dq, dk and dv back. Each is packed and unpacked.
+    """
+    if run.ulysses == 1:
+        return 0.0, 0.0
+    tokens = run.microbatch * run.local_tokens
+    query, kv = run.shape.query_dim / run.tp, 2 * run.ring_kv_dim / run.tp
+    link = group_bytes_per_second(run.ulysses, run.tp, gpu, network_gb_s)
+    travels = (run.ulysses - 1) / run.ulysses / link
+    copied = 4 / (gpu.hbm_gb_s * 1e9 * HBM_SHARE)
+    once = _BF16 * tokens * (travels + copied)
+    return once * (2 * query + kv), once * (4 * query + 2 * kv)
 
 
 def link_bytes_per_second(run: Run, gpu: Gpu, network_gb_s: float) -> float:
@@ -137,7 +156,7 @@ def exposed_ring_seconds(run: Run, hop: Hop, tiles: list[float], backward: bool)
     dK and dV home. All-gather: the first tile is local and hides its share of P - 1 hops.
     """
     if run.rotate_method == "allgather":
-        return max(0.0, (run.cp - 1) * hop.seconds - tiles[0])
+        return max(0.0, (run.ring - 1) * hop.seconds - tiles[0])
     hiding = tiles if backward else tiles[:-1]
     return sum(max(0.0, hop.seconds - tile) for tile in hiding)
 
@@ -273,11 +292,12 @@ def plan_time(run: Run, gpu: Gpu, network_gb_s: float) -> TimePlan:
     """
     forward, backward = attention_seconds(run, gpu.kernels[run.kernel])
     merge_forward, merge_backward = merge_seconds(run, gpu)
+    exchange_forward, exchange_backward = exchange_seconds(run, gpu, network_gb_s)
     layer = layer_time(run, gpu)
     repeats = ring_repeats(run)
     hops = None
     ring_forward = ring_backward = 0.0
-    if run.cp > 1:
+    if run.ring > 1:
         hops = (
             ring_hop(run, gpu, network_gb_s, forward, backward=False),
             ring_hop(run, gpu, network_gb_s, backward, backward=True),
@@ -311,6 +331,7 @@ def plan_time(run: Run, gpu: Gpu, network_gb_s: float) -> TimePlan:
         "element-wise": per_step * (3 * layer.elementwise_forward + layer.elementwise_recompute),
         "loss": passes * (loss_linear + loss_elementwise),
         "exposed ring": per_step * ((1 + repeats) * ring_forward + ring_backward),
+        "head exchange": per_step * ((1 + repeats) * exchange_forward + exchange_backward),
         "exposed FSDP": _fsdp_exposed(run, gpu, network_gb_s, forward_work, backward_work),
         "tensor parallel": per_step * tp_exposed,
         "exposed offload": per_step * _offload_exposed(run, gpu, forward_work, backward_work),
