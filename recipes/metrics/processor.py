@@ -34,10 +34,13 @@ from recipes.metrics.ring_clock import (
     RingClock,
     RingTimes,
     ring_times,
+    wait_warning,
 )
 from recipes.metrics.summary import Summary, Work
 from recipes.models.decoder.args import TransformerModelArgs
+from recipes.planner.hardware import find_network_gb_s
 from recipes.planner.log import plan_line, plan_of_run, plan_scalars, timeout_warning
+from recipes.planner.report import exposed_ring_text
 from recipes.titan import ParallelDims, device_type, logger
 from recipes.titan.patches import own_tensorboard_folder
 from striped_cp import Selection, observe
@@ -60,6 +63,7 @@ class StripedMetrics(MetricsProcessor):
         self.model_args = model_args
         self.device = torch.device(device_type)
         self.started = False
+        self.told_of_wait = False
         self.interval = Interval()
         self.positions = LossByPosition(job_config.training.seq_len, self.device)
         self.ring_clock: RingClock | None = None
@@ -135,6 +139,11 @@ class StripedMetrics(MetricsProcessor):
             for flops in (work.flops, work.flops_causal)
         )
         self.step_seconds = seconds / interval.steps
+        if self.device.type != "cpu" and not self.told_of_wait:
+            warning = wait_warning(ring, self.step_seconds)
+            self.told_of_wait = warning is not None
+            if warning is not None:
+                logger.warning(warning)
         seconds_left = self.step_seconds * (self.job_config.training.steps - step)
         metrics = {
             "loss_metrics/global_avg_loss": global_avg_loss,
@@ -244,6 +253,9 @@ class StripedMetrics(MetricsProcessor):
             logger.info(f"Plan: none, {error}")
             return {}
         logger.info(plan_line(plan))
+        exposed = exposed_ring_text(plan, find_network_gb_s(plan.gpu.network))
+        if exposed is not None:
+            logger.warning(f"The plan expects that {exposed}")
         warning = timeout_warning(plan, self.job_config.comm.train_timeout_seconds)
         if warning is not None:
             logger.warning(warning)

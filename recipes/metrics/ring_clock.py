@@ -13,6 +13,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from recipes.metrics.reduce import gather_over, max_over
+from recipes.planner.report import EXPOSED
 from recipes.titan import device_module
 from striped_cp import RingObserver
 from striped_cp.observer import Span
@@ -126,4 +127,15 @@ def ring_times(
         wait.min().item(),
         imbalance.item(),
         sent.mean().item(),
+    )
+
+
+def wait_warning(ring: RingTimes | None, step_seconds: float) -> str | None:
+    """What to say where even the rank that waits least waits for more than 5 % of a step."""
+    if ring is None or ring.least_wait <= EXPOSED * step_seconds:
+        return None
+    return (
+        f"every rank of the ring waits for {ring.least_wait / step_seconds:.0%} of a step or more: "
+        "its hops outlast its tiles. Longer sequences per rank hide them, or ranks of a node that "
+        "share heads (striped_cp.ulysses_degree; scripts/plan.py names the degree)"
     )

@@ -26,6 +26,7 @@ slow = pytest.mark.slow
 LAYOUTS = {
     "cp1": (1, ()),
     "cp4": (4, (CP, "4")),
+    "cp4 = 2 x 2": (4, (CP, "4", "--striped_cp.ulysses_degree", "2")),
     "tp2": (2, (TP, "2")),
     "pp2": (2, (PP, "2")),
     "cp2 tp2": (4, (CP, "2", TP, "2")),

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from recipes.parallel import startup_check
-from recipes.parallel.startup_check import Link, check_ring, report, slow_links
+from recipes.parallel.startup_check import Link, check_exchange, check_ring, report, slow_links
 from recipes.process import faults
 from striped_cp.process_group import ProcessGroupRing
 from tests.helpers.launch import run_ranks
@@ -96,6 +96,28 @@ def subgroup_links(pairs):
 def test_every_rank_knows_the_links_of_all_rings():
     found = links(run_ranks(4, subgroup_links, [[0, 2], [1, 3]]))
     assert [str(link) for link in found] == ["2 -> 0", "3 -> 1", "0 -> 2", "1 -> 3"]
+
+
+def exchange(sender):
+    """What is said where one rank of two pairs sends something else; None: none does."""
+    groups = [dist.new_group(pair) for pair in ([0, 1], [2, 3])]
+    mine = groups[dist.get_rank() // 2]
+    original = ProcessGroupRing.all_to_all
+
+    def wrong(self, out, x):
+        return original(self, out, x + (dist.get_rank() == sender))
+
+    with mock.patch.object(ProcessGroupRing, "all_to_all", wrong):
+        try:
+            check_exchange(mine, CPU, patience=30)
+        except faults.Stop as stop:
+            return str(stop)
+
+
+def test_an_exchange_of_something_else_is_named_by_all_ranks():
+    assert run_ranks(4, exchange, None) == [None] * 4
+    for said in run_ranks(4, exchange, 3):
+        assert "all-to-all delivers wrong data 3 -> 2, 3 -> 3 (" in said
 
 
 def wait_for_silent_rank(silent):

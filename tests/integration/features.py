@@ -19,6 +19,7 @@ RANKS: dict[str, tuple[int, Settings]] = {
     "cp2": (2, (CP, "2")),
     "dp2": (2, (CP, "1", DP, "2")),
     "cp2 dp2": (4, (CP, "2", DP, "2")),
+    "cp4 = 2 x 2": (4, (CP, "4", "--striped_cp.ulysses_degree", "2")),
     "cp2 tp2": (4, (CP, "2", TP, "2")),
     "cp2 pp2": (4, (CP, "2", PP, "2")),
 }

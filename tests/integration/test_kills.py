@@ -27,6 +27,7 @@ def start(ranks: int, folder: Path, steps: int, restarts: int) -> Disturbed:
         ranks,
         *(*TINY, *MEASURED),
         *("--job.dump_folder", str(folder), "--parallelism.context_parallel_degree", str(ranks)),
+        *("--striped_cp.ulysses_degree", str(ranks // 2)),  # two ranks a ring, four 2 x 2
         *("--training.steps", str(steps), "--checkpoint.enable", "--checkpoint.interval", "2"),
         torchrun=("--standalone", "--max-restarts", str(restarts)),
     )

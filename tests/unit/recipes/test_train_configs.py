@@ -77,7 +77,8 @@ def test_the_set_is_complete():
     sizes = {
         f"llama3_{s}_{n}" for s in ("8b", "70b", "405b") for n in ("128k", "256k", "512k", "1m")
     }
-    variants = {"llama3_8b_1m_32gpu", "llama3_8b_128k_packed", "llama3_8b_256k_packed"}
+    packed = {f"llama3_8b_{n}_packed" for n in ("128k", "256k", "512k", "1m_32gpu")}
+    variants = {"llama3_8b_1m_32gpu", *packed}
     staged = {f"llama3_8b_staged_{n}" for n in ("64k", "256k", "512k", "1m")}
     others = {"qwen3_8b_128k", "qwen3_8b_256k", "qwen3_8b_1m", "qwen3_32b_128k"}
     assert set(RECIPES) == sizes | variants | staged | others

@@ -20,7 +20,7 @@ from recipes.metrics.flops import Flops, visible_pairs
 from recipes.metrics.interval import Interval
 from recipes.metrics.positions import LossByPosition
 from recipes.metrics.progress import signs_of_life
-from recipes.metrics.ring_clock import HostRingClock
+from recipes.metrics.ring_clock import HostRingClock, RingTimes, wait_warning
 from recipes.metrics.summary import Summary, Work
 from recipes.preflight import load_config
 from recipes.titan.patches import own_tensorboard_folder
@@ -249,7 +249,10 @@ def test_a_step_that_takes_longer_than_the_timeout_is_announced(monkeypatch, cap
     def plan_of_run(*args):
         plan = real(*args)
         plan = dataclasses.replace(
-            plan, time=dataclasses.replace(plan.time, parts={"attention kernels": 140.0})
+            plan,
+            time=dataclasses.replace(
+                plan.time, parts={"attention kernels": 140.0, "exposed ring": 0.0}
+            ),
         )
         plans.append(plan)
         return plan
@@ -283,3 +286,10 @@ def test_every_run_has_a_folder_of_its_own(tmp_path):
         with own_tensorboard_folder(tmp_path):
             (tmp_path / titan.datetime.now().strftime("%Y%m%d-%H%M")).mkdir()
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_ring_that_waits_says_what_hides_its_hops():
+    ring = RingTimes(1.0, 1.0, 0.3, 0.2, 1.0, 0.0)
+    assert wait_warning(None, 1.0) is None
+    assert wait_warning(ring, 4.0) is None
+    assert "waits for 10% of a step" in wait_warning(ring, 2.0)

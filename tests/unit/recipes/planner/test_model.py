@@ -1,5 +1,6 @@
 """The planner's model: exact counts, what every lever changes, and when a hop hides."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from recipes.models.llama3 import LLAMA3
 from recipes.models.shapes import ModelShape, document_pairs
+from recipes.planner.balance import with_documents
 from recipes.planner.footprint import (
     GIB,
     checkpoint_bytes,
@@ -20,11 +22,20 @@ from recipes.planner.footprint import (
     plan_memory,
     ring_bytes,
     rope_bytes,
+    shared_heads_bytes,
     state_bytes,
 )
 from recipes.planner.hardware import GPUS, find_gpu, find_network_gb_s, gpu_from_device_name
+from recipes.planner.plan import make_plan
+from recipes.planner.report import exposed_ring_text
 from recipes.planner.run import Levers, Run, check
-from recipes.planner.step_time import bubble_share, kv_hop_bytes, plan_time, tile_pairs
+from recipes.planner.step_time import (
+    bubble_share,
+    exchange_seconds,
+    kv_hop_bytes,
+    plan_time,
+    tile_pairs,
+)
 
 H100 = GPUS["h100"]
 IB = find_network_gb_s("ib400")
@@ -167,6 +178,67 @@ def test_deterministic_attention_splits_dq_over_the_gpu():
     assert kernel_bytes(deterministic) - kernel_bytes(RUN_1M) == 4 * 2 * GIB
     packed = replace(deterministic, documents=(2**18,) * 4)  # 128 sequences of heads, two shares
     assert kernel_bytes(packed) == 2 * 4 * GIB + 2 * GIB
+
+
+PACKED = replace(
+    RUN_1M,
+    cp=32,
+    documents=(2**16,) * 16,
+    levers=Levers(),
+)
+
+
+def test_ranks_that_share_heads_have_fewer_longer_tiles():
+    flat, shared = with_documents(PACKED), with_documents(replace(PACKED, ulysses=8))
+    assert (flat.ring, flat.ring_tokens) == (32, 32_768)
+    assert (shared.ring, shared.ring_tokens) == (4, 262_144)
+    # The same pairs, 1/8 of the heads: a tile takes 8 times as long, and the same bytes hop.
+    assert len(tile_pairs(shared)) == 4
+    assert sum(tile_pairs(shared)) / 8 == pytest.approx(sum(tile_pairs(flat)), rel=0.01)
+    assert kv_hop_bytes(shared) == kv_hop_bytes(flat)
+    # More ranks than key heads: copies travel.
+    many = replace(shared, ulysses=32)
+    assert kv_hop_bytes(many) == 4 * kv_hop_bytes(flat)
+    assert (ring_bytes(many), exchange_bytes(many)) == (0, 0)
+
+
+def test_messages_of_ranks_that_share_heads():
+    """2q + 2k elements of 2 bytes forward, twice that backward, over NVLink; 32,768 tokens."""
+    shared = replace(RUN_1M, cp=32, ulysses=8)
+    forward, backward = exchange_seconds(shared, H100, IB)
+    assert backward == 2 * forward
+    travels = 2 * 32_768 * (2 * 4096 + 2 * 1024) * 7 / 8 / (396e9)
+    copies = 2 * 32_768 * (2 * 4096 + 2 * 1024) * 4 / (3350e9 * 0.85)
+    assert forward == pytest.approx(travels + copies)
+    assert exchange_seconds(replace(shared, ulysses=1), H100, IB) == (0, 0)
+    # Of q, k, v, out and its gradient.
+    assert shared_heads_bytes(shared) == 2 * 32_768 * (3 * 4096 + 2 * 1024)
+
+
+def test_an_exposed_ring_names_the_degree_that_hides_it():
+    plan = make_plan(with_documents(PACKED), H100, IB)
+    text = exposed_ring_text(plan, IB)
+    found = re.fullmatch(
+        r"hops of the ring that nothing hides take (\d\d\.\d)% of a step; with "
+        r"striped_cp\.ulysses_degree = 8: ([\d.]+) tokens/s/GPU",
+        text,
+    )
+    assert float(found[1]) > 25
+    assert float(found[2]) > 1.5 * plan.time.tokens_per_second_per_gpu
+    assert exposed_ring_text(make_plan(RUN_1M, H100, IB), IB) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ulysses": 3}, "does not divide parallelism.context_parallel_degree = 8"),
+        ({"cp": 64, "ulysses": 64}, "does not divide the 32 query heads"),
+        ({"cp": 8, "tp": 8, "ulysses": 8}, "does not divide the 4 query heads .* divisors of 4"),
+    ],
+)
+def test_ranks_that_cannot_share_heads_are_refused(changes, message):
+    with pytest.raises(ValueError, match=rf"striped_cp.ulysses_degree = \d+: {message}"):
+        check(replace(RUN_1M, **changes), H100)
 
 
 def test_rope_is_of_this_rank_only():

@@ -178,6 +178,8 @@ SETTINGS = [
     ("parallelism.enable_async_tensor_parallel", None, "needs tensor_parallel_degree above 1"),
     ("parallelism.context_parallel_rotate_method", "alltoall", "striped_cp.rotate_method"),
     ("striped_cp.block_size", "0", "at least 1"),
+    ("striped_cp.ulysses_degree", "0", "at least 1"),
+    ("striped_cp.ulysses_degree", "3", "does not divide parallelism.context_parallel_degree = "),
     ("striped_cp.block_size", "1024", "nearest 2048"),
     ("striped_cp.kernel", "flash", "striped_cp.kernel = "),
     ("rope.theta", "0", "above 0"),
