@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 # Options that describe one attention call, which a training job describes in its TOML.
 ATTENTION_ALONE = [
     *("mode", "device", "batch", "heads", "kv_heads", "head_dim", "dtype"),
-    *("documents", "kernel", "rotate_method", "plot"),
+    *("documents", "kernel", "rotate_method", "ulysses", "plot"),
 ]
 
 
@@ -82,6 +82,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--documents", type=integers, help="lengths that sum to S")
     parser.add_argument("--kernel", default="auto", help="of striped_cp.kernels, or auto")
     parser.add_argument("--rotate-method", choices=["ring", "allgather"], default="ring")
+    parser.add_argument(
+        "--ulysses", type=positive, default=1, help="of the ranks, how many share heads"
+    )
     parser.add_argument("--repeats", type=positive, default=5)
     parser.add_argument(
         "--end-to-end", type=Path, metavar="TOML", help="measure tokens/s of train.py with this job"
@@ -132,6 +135,7 @@ def measure_attention(arguments: argparse.Namespace) -> list[Row]:
             documents=arguments.documents,
             kernel=arguments.kernel,
             rotate_method=arguments.rotate_method,
+            ulysses=arguments.ulysses,
         )
         for world_size, seq_len in product(world_sizes(arguments), arguments.seq_len)
     ]

@@ -20,6 +20,7 @@ class Case:
     """Shape, dtype and ring of a measurement.
 
     Attributes:
+        ulysses: of the ranks, those that share heads.
         documents: lengths in tokens that sum to `seq_len`, the same in every batch row; None: one
             document.
     """
@@ -35,8 +36,14 @@ class Case:
     documents: tuple[int, ...] | None
     kernel: str
     rotate_method: str
+    ulysses: int = 1
 
     def __post_init__(self) -> None:
+        if self.world_size % self.ulysses or self.heads % self.ulysses:
+            raise ValueError(
+                f"--ulysses {self.ulysses} must divide --world-size {self.world_size} and --heads "
+                f"{self.heads}"
+            )
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"--heads {self.heads} must be a multiple of --kv-heads {self.kv_heads}"
@@ -54,7 +61,7 @@ class Case:
         """Raise ValueError unless every layout can be measured."""
         self.chosen_kernel()
         for layout in layouts:
-            layout.check(self.seq_len, self.world_size)
+            layout.check(self.seq_len, self.world_size, self.ulysses)
 
     def packed(self) -> Documents | None:
         if self.documents is None:

@@ -13,8 +13,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from striped_cp import Layout, ring_attention
-from striped_cp.algorithm import attention_backward, attention_forward
+from striped_cp import Layout, ring_attention, ulysses
 from striped_cp.kernels.base import BackwardInputs, Inputs
 from striped_cp.process_group import ProcessGroupRing
 from striped_cp.tiles import tiles_of_rank
@@ -68,10 +67,11 @@ def _measure_rank(case: Case, layouts: dict[str, Layout], repeats: int) -> Sampl
     if case.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     # Makes the process group, or uses the one that exists.
-    mesh = init_device_mesh(case.device, (case.world_size,), mesh_dim_names=("cp",))
+    sizes = (case.world_size // case.ulysses, case.ulysses)
+    mesh = init_device_mesh(case.device, sizes, mesh_dim_names=("cp", "ulysses"))
     now = wall_clock(case.device)
     yardsticks = Yardsticks(case, now)
-    tensors = case.tensors(case.seq_len // case.world_size, mesh.get_local_rank())
+    tensors = case.tensors(case.seq_len // case.world_size, dist.get_rank())
 
     def run(layout: Layout) -> Timing:
         query, key, value = (x.detach().requires_grad_() for x in tensors[:3])
@@ -113,14 +113,14 @@ def _measure_rank(case: Case, layouts: dict[str, Layout], repeats: int) -> Sampl
 
 def _peak(case: Case, layout: Layout, mesh: DeviceMesh, tensors: Sequence[Tensor]) -> int:
     """Bytes of the largest rank, with a ring of its own so that its receive buffers count."""
-    ring = ProcessGroupRing(mesh.get_group())
+    ring, axis = (ProcessGroupRing(mesh.get_group(dim)) for dim in range(2))
     query, key, value, grad_out = tensors
     tiles = tiles_of_rank(layout, case.seq_len, ring.world_size, ring.rank, case.packed())
-    how = tiles, case.chosen_kernel(), ring, case.scale, case.rotate_method
+    how = axis, tiles, case.chosen_kernel(), ring, case.scale, case.rotate_method
 
     def run() -> None:
-        out, lse = attention_forward(Inputs(query, key, value), *how)
-        attention_backward(BackwardInputs(query, key, value, out, lse, grad_out), *how)
+        out, lse = ulysses.forward(Inputs(query, key, value), *how)
+        ulysses.backward(BackwardInputs(query, key, value, out, lse, grad_out), *how)
 
     nbytes = torch.tensor(peak_memory(case.device, run), device=case.device)
     dist.all_reduce(nbytes, dist.ReduceOp.MAX)

@@ -25,7 +25,7 @@ def rows_of(case: Case, mode: str, samples: Samples) -> list[Row]:
     causal, full = median(samples.causal).total, median(samples.full).total
     c = causal / full
     size = case.world_size
-    limit = None if case.documents else (c + size - 1) / (size * c)
+    limit = None if case.documents or case.ulysses > 1 else (c + size - 1) / (size * c)
     contiguous = samples.rings.get("contiguous")
     rows = []
     for name, timings in samples.rings.items():
@@ -36,6 +36,7 @@ def rows_of(case: Case, mode: str, samples: Samples) -> list[Row]:
                 "layout": name,
                 "mode": mode,
                 "world_size": size,
+                "ulysses": case.ulysses,
                 "seq_len": case.seq_len,
                 "documents": None if case.documents is None else list(case.documents),
                 "forward_s": forward,
@@ -74,7 +75,7 @@ def write_json(path: Path, rows: Sequence[Row]) -> None:
 
 def table(rows: Sequence[Row]) -> str:
     """Rows for people: times in ms, ratios, peak memory of a rank in MiB."""
-    header = ["layout", "P", "S", "docs", "forward", "backward", "total", "+-", "ideal"]
+    header = ["layout", "P", "U", "S", "docs", "forward", "backward", "total", "+-", "ideal"]
     header += ["alone", "efficiency", "speedup", "limit", "MiB"]
     cells = [header]
     for row in rows:
@@ -82,6 +83,7 @@ def table(rows: Sequence[Row]) -> str:
             [
                 row["layout"],
                 str(row["world_size"]),
+                str(row["ulysses"]),
                 str(row["seq_len"]),
                 str(len(row["documents"] or [1])),
                 *(f"{1000 * row[key]:.1f}" for key in ("forward_s", "backward_s", "total_s")),

@@ -13,8 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from striped_cp import Layout
-from striped_cp.algorithm import attention_backward, attention_forward
+from striped_cp import Layout, ulysses
 from striped_cp.kernels.base import BackwardInputs, Inputs, Partial, PartialGradients, TileAttention
 from striped_cp.ring import Pending, Ring
 from striped_cp.tiles import Tile, tiles_of_rank
@@ -105,19 +104,29 @@ class VirtualRank:
     def __init__(self, case: Case, layout: Layout, rank: int) -> None:
         self.case = case
         self.clock = StepClock(case.device)
-        self.tiles = tiles_of_rank(layout, case.seq_len, case.world_size, rank, case.packed())
+        ring_rank, part = divmod(rank, case.ulysses)
+        ring_size = case.world_size // case.ulysses
+        self.tiles = tiles_of_rank(layout, case.seq_len, ring_size, ring_rank, case.packed())
         self.kernel = ClockKernel(case.chosen_kernel(), self.clock)
-        self.ring = ClockRing(rank, case.world_size, self.clock)
+        self.ring = ClockRing(ring_rank, ring_size, self.clock)
+        self.axis = ClockRing(part, case.ulysses, self.clock)
         self.tensors = case.tensors(case.seq_len // case.world_size, rank)
 
     def run(self) -> tuple[Steps, Steps]:
-        """Seconds of every step, forward and backward."""
+        """Seconds of every step, forward and backward; before the first, of packing messages."""
         query, key, value, grad_out = self.tensors
         how = self.tiles, self.kernel, self.ring, self.case.scale, self.case.rotate_method
-        out, lse = attention_forward(Inputs(query, key, value), *how)
+        self._pack()
+        out, lse = ulysses.forward(Inputs(query, key, value), self.axis, *how)
         forward = self.clock.finish()
-        attention_backward(BackwardInputs(query, key, value, out, lse, grad_out), *how)
+        self._pack()
+        x = BackwardInputs(query, key, value, out, lse, grad_out)
+        ulysses.backward(x, self.axis, *how)
         return forward, self.clock.finish()
+
+    def _pack(self) -> None:
+        if self.case.ulysses > 1:
+            self.clock.next_step()
 
 
 def measure(case: Case, layouts: dict[str, Layout], repeats: int) -> Samples:

@@ -72,6 +72,16 @@ def test_a_virtual_rank_times_every_step(rotate_method):
         assert min(forward + backward) > 0
 
 
+def test_a_virtual_rank_that_shares_heads():
+    """Two tiles, and the time of packing before them; three heads of two ranks are refused."""
+    rank = VirtualRank(case(world_size=4, ulysses=2, kv_heads=4), Striped(), 3)
+    for steps in rank.run():
+        assert len(steps) == 3
+        assert min(steps) > 0
+    with pytest.raises(ValueError, match="--ulysses 2 must divide --world-size 4 and --heads 3"):
+        case(world_size=4, ulysses=2, heads=3, kv_heads=3)
+
+
 def test_a_virtual_ring_adds_the_slowest_rank_of_every_step(monkeypatch):
     seconds = {0: ([1.0, 5.0], [7.0, 1.0]), 1: ([2.0, 3.0], [6.0, 2.0])}
     monkeypatch.setattr(VirtualRank, "run", lambda self: seconds[self.ring.rank])
