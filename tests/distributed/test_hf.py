@@ -27,6 +27,7 @@ SAMPLE = [
     ("llama", False, "fsdp2"),
     ("llama", True, "selective"),
     ("qwen3", True, "fsdp2 chunked"),
+    ("qwen3", True, "shared heads"),
 ]
 
 
@@ -49,6 +50,12 @@ def test_a_sample_equals_one_rank() -> None:
 @pytest.mark.parametrize("name", [*DENSE, "qwen3_moe", "mixtral"])
 def test_equals_one_rank(world_size: int, name: str) -> None:
     check(world_size, [case for case in ALL if case[0] == name])
+
+
+@pytest.mark.slow
+def test_shared_heads_beside_a_ring_equal_one_rank() -> None:
+    cases = itertools.product(("llama", "qwen3_moe"), (False, True), ("shared heads",))
+    check(4, list(cases))
 
 
 def test_a_token_changes_no_logit_of_another_document() -> None:

@@ -93,7 +93,7 @@ class RingCalls(TorchDispatchMode):
 def prepare(model: tf.PreTrainedModel, mode: str, mesh: Any) -> None:
     """Of an enabled model: "plain", "checkpointed", "selective", "fsdp2", "compiled".
 
-    Also "chunked" and "fsdp2 chunked", which is about the loss.
+    Also "chunked" and "fsdp2 chunked", which is about the loss, and "shared heads", about the mesh.
     """
     if mode == "checkpointed":
         model.gradient_checkpointing_enable()
@@ -113,7 +113,10 @@ def prepare(model: tf.PreTrainedModel, mode: str, mesh: Any) -> None:
 
 def compare(name: str, packed: bool, mode: str) -> dict[str, float]:
     """Relative errors of loss and gradients, and the number of ring calls on this rank."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
+    if mode == "shared heads":
+        mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("cp", "ulysses"))
     model = make_model(name)
     reference = copy.deepcopy(model)
     ids, labels = make_batch()

@@ -118,7 +118,7 @@ def test_a_wrong_argument_is_named(name: str, mesh: DeviceMesh) -> None:
 
 def test_a_batch_of_another_layout_is_refused(mesh: DeviceMesh) -> None:
     model = enable(make_model("llama"), mesh)
-    with pytest.raises(ValueError, match="laid out as 'contiguous' on 1 ranks"):
+    with pytest.raises(ValueError, match=r"laid out as 'contiguous' on a mesh \(1,\), the "):
         model(**shard_batch(*make_batch(), mesh, layout=Contiguous()))
 
 
