@@ -36,7 +36,7 @@ class CpuKernel(DenseKernel):
 def _dense_keys(x: Inputs | BackwardInputs) -> dict[str, Tensor]:
     """Keys and values with each head's rows side by side, which this kernel reads faster.
 
-    By up to 3 % (docs/reference/performance.md). FlashAttention and cuDNN on GPUs load blocks of rows
-    into shared memory, whatever their distance.
+    By up to 3 % (docs/reference/performance.md). FlashAttention and cuDNN on GPUs load blocks of
+    rows into shared memory, whatever their distance.
     """
     return {"key": x.key.contiguous(), "value": x.value.contiguous()}
