@@ -263,7 +263,7 @@ def _tile(kernel: TileAttention, x: Inputs, grad_out: Tensor, tile: Tile) -> Non
     scale = x.query.shape[-1] ** -0.5
     total = OutputAccumulator(x.query)
     for partial_out in kernel.forward(x, tile, scale):
-        total.write(partial_out)
+        total.add(partial_out)
     for _ in kernel.backward(BackwardInputs(*x, total.out, total.lse, grad_out), tile, scale):
         pass
 

@@ -76,7 +76,9 @@ class ClockRing(Ring):
         super().__init__(rank, world_size)
         self.clock = clock
 
-    def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor]) -> Pending:
+    def shift(
+        self, send: Sequence[Tensor], receive: Sequence[Tensor], distance: int = 1
+    ) -> Pending:
         with self.clock.paused():
             for sent, received in zip(send, receive, strict=True):
                 received.copy_(sent)
