@@ -97,7 +97,7 @@ def _rotate(
     rotation: Rotation, ring: Ring, x: Inputs | BackwardInputs, steps: int
 ) -> Generator[tuple[Tensor, Tensor], None, None]:
     """Keys and values (B, Hkv, n, D) of every ring step."""
-    contiguous = [sequence_major(t).transpose(1, 2) for t in (x.key, x.value)]
-    with closing(rotation.keys_and_values(ring, *contiguous, steps)) as hops:
+    key, value = (sequence_major(t).transpose(1, 2) for t in (x.key, x.value))
+    with closing(rotation.keys_and_values(ring, key, value, steps)) as hops:
         for k, v in hops:
             yield k.transpose(1, 2), v.transpose(1, 2)

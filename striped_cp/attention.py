@@ -112,8 +112,9 @@ def ring_attention(
     if not any(isinstance(x, DTensor) for x in (query, key, value)):
         return attend(query, key, value, sinks)
     q, k, v = _check_placements(query, key, value, mesh)
-    local = [x.to_local(grad_placements=x.placements) for x in (q, k, v)]
-    out = attend(*local, None if sinks is None else _local_sinks(sinks, q))
+    local_q, local_k, local_v = (x.to_local(grad_placements=x.placements) for x in (q, k, v))
+    local_sinks = None if sinks is None else _local_sinks(sinks, q)
+    out = attend(local_q, local_k, local_v, local_sinks)
     _, heads, seq_len, dim = q.shape
     stride = (seq_len * heads * dim, dim, heads * dim, 1)
     return DTensor.from_local(

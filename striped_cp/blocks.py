@@ -26,7 +26,8 @@ class Pass:
     """Blocks with one mask, disjoint in their query rows and disjoint in their key rows.
 
     Attributes:
-        blocks: int64 (N, 6): batch row, query start, query length, key start, key length, count.
+        blocks: int64 (N, 6): batch row, query start, query length, key start, key length, count;
+            in the order of batch rows and query rows.
             A block with count m stands for m equal blocks, both starts advancing by `stride` rows.
         stride: rows between the repeats of a block; 0 where every count is 1.
         window: of causal blocks whose counts are 1: row i sees keys i - window < j <= i.
@@ -121,4 +122,5 @@ def pass_of(
 
 def _joined(a: Pass, b: Pass) -> Pass:
     """One pass of two, the second without repeats."""
-    return Pass(a.mask, np.concatenate([a.blocks, b.blocks]), a.stride)
+    blocks = np.concatenate([a.blocks, b.blocks])
+    return Pass(a.mask, blocks[np.lexsort((blocks[:, Q_START], blocks[:, ROW]))], a.stride)

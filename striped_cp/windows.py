@@ -51,7 +51,9 @@ def window_passes(
             for b, k in enumerate(_placed(keys))
             if a - b == shift
         ]
-        passes += _passes(_Band(*map(np.concatenate, zip(*bands, strict=True))))
+        columns = [np.concatenate(parts) for parts in zip(*bands, strict=True)]
+        order = np.lexsort((columns[1], columns[0]))  # by batch row and query row, as in every pass
+        passes += _passes(_Band(*(column[order] for column in columns)))
     return passes
 
 
@@ -105,7 +107,7 @@ def _passes(band: _Band) -> list[Pass]:
 
     Rows from `split` on come after all keys: their square has no rows.
     """
-    row, q0, q1, k0, k1, lowest, highest = band
+    row, q0, q1, _, k1, lowest, highest = band
     if not len(row):
         return []
     (width,) = {*(highest - lowest + 1).tolist()}

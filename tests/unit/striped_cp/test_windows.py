@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from striped_cp import Contiguous, Documents, HeadTail, Striped
-from striped_cp.blocks import Mask
+from striped_cp.blocks import COUNT, K_LEN, Q_LEN, Mask
 from striped_cp.tiles import tiles_of_rank
 from tests.helpers.loopback import random_inputs, run_loopback
 from tests.helpers.own_layout import Snake
@@ -116,6 +116,24 @@ def test_stripes_stay_balanced(window):
 
     assert busy(Striped()) > 1 - 8 / window
     assert busy(Striped()) > busy(HeadTail())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: x.spec)
+@pytest.mark.parametrize("window", [256, 1000, 4096])
+def test_work_follows_the_visible_pairs(layout, window):
+    """At most twice, were triangles computed as squares, and in few kernel calls."""
+    seq_len, world_size = 32_768, 8
+    tiles = [
+        tile
+        for p in range(world_size)
+        for tile in tiles_of_rank(layout, seq_len, world_size, p, None, window)
+    ]
+    blocks = [x.blocks for tile in tiles for windowed in tile.passes for x in windowed.unwindowed]
+    squares = sum(int((b[:, Q_LEN] * b[:, K_LEN] * b[:, COUNT]).sum()) for b in blocks)
+    visible = seq_len * window - window * (window - 1) // 2
+    assert sum(tile.pairs for tile in tiles) == visible
+    assert squares <= 2 * visible
+    assert sum(map(len, blocks)) <= 6 * len(tiles)
 
 
 @pytest.mark.parametrize("layout", [Striped(2), Striped(128), Snake(2)], ids=lambda x: x.spec)
