@@ -46,10 +46,8 @@ class Pass:
     def pairs(self) -> int:
         """Visible (query, key) pairs, the unit of attention work."""
         q, k, count = self.blocks[:, Q_LEN], self.blocks[:, K_LEN], self.blocks[:, COUNT]
-        if not self.triangular:
-            return int((count * q * k).sum())
-        hidden = 0 * q if self.window is None else np.maximum(q - self.window, 0)
-        return int((count * (q * (q + 1) - hidden * (hidden + 1)) // 2).sum())
+        each = causal_pairs(q, self.window) if self.triangular else q * k
+        return int((count * each).sum())
 
     @cached_property
     def unwindowed(self) -> tuple[Pass, ...]:
@@ -86,6 +84,12 @@ class Pass:
             pass_of(Mask.FULL, row, q_rest, beside, k_seen + beside, w - 1 - beside),
         )
         return tuple(x for x in passes if len(x.blocks))
+
+
+def causal_pairs(length: np.ndarray, window: int | None = None) -> np.ndarray:
+    """Pairs among `length` tokens of which each sees itself and those before it, in the window."""
+    hidden = 0 if window is None else np.maximum(length - window, 0)
+    return (length * (length + 1) - hidden * (hidden + 1)) // 2
 
 
 class Segments(NamedTuple):

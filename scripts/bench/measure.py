@@ -93,13 +93,13 @@ class Yardsticks:
         self.case, self.now = case, now
         self.kernel = case.chosen_kernel()
         self.tensors = case.tensors(case.seq_len)
-        self.sequence = tiles_of_rank(Contiguous(), case.seq_len, 1, 0, case.packed())[0]
+        self.sequence = case.tiles(Contiguous(), 1, 0)[0]
         # In a contiguous ring of two, rank 1 sees itself causally and rank 0 fully.
         self.rows = case.seq_len // case.world_size
         self.causal, self.full = tiles_of_rank(Contiguous(), 2 * self.rows, 2, 1)
 
     def ideal(self) -> Timing:
-        """The whole sequence, with the case's documents, on one device; divided by P."""
+        """The whole sequence, with the case's documents and window, on one device; divided by P."""
         forward, backward = self._time(self.tensors, self.sequence)
         return Timing(forward / self.case.world_size, backward / self.case.world_size)
 
