@@ -59,8 +59,8 @@ def ring_attention(
         rotate_method: "ring" keeps O(S/P) keys and values, "allgather" O(S), with one collective.
         kernel: "auto", "flash", "fa3", "fa4", "cudnn", "flex", "cpu" or "reference".
         window: tokens that a token sees, itself and the window - 1 before it, of its own document;
-            at least 1. None: all before it. Not with block stripes. Layouts of long runs
-            (contiguous, head-tail) skip the hops that no rank needs.
+            at least 1. None: all before it. Not with block stripes. Hops that no rank needs are
+            not made (docs/reference/parallelism.md).
         sinks: (H,), for each head a logit that joins the softmax's denominator and no value. Its
             gradient is this rank's share: the sum over the ranks of `mesh` is the whole.
         unsupported: options of other attention functions; refused unless they change nothing.

@@ -11,7 +11,8 @@ answers every visibility question. Integers only: no attention, no communication
     Contiguous()           0 1 2 3        4 5 6 7        8 9 10 11
 
 A layout is one class: a frozen dataclass with a `name`, `divisor` and `_positions`; nothing else
-lists it. One whose tiles have few blocks that the general `passes` does not find says so itself.
+lists it. One whose tiles have few blocks that the general `passes` does not find says so itself,
+and one that can have sliding windows has `runs`.
 """
 
 from __future__ import annotations
