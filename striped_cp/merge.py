@@ -129,9 +129,12 @@ def sink_gradients(sinks: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor) ->
     """Gradient of a loss with respect to `sinks` (H,), over the rows of this rank.
 
     d sink = -sum over rows of exp(sink - lse) * (out . d out), with the final out (B, H, n, D) and
-    lse (B, H, n), in which the sink is.
+    lse (B, H, n), in which the sink is. A head at a time, for the sake of the float32 copies.
     """
     dtype = lse.dtype
-    weight = torch.exp(sinks.to(dtype)[:, None] - lse)
-    delta = (out.to(dtype) * grad_out.to(dtype)).sum(-1)
-    return -(weight * delta).sum((0, 2)).to(sinks.dtype)
+
+    def of_head(h: int) -> Tensor:
+        weight = torch.exp(sinks[h].to(dtype) - lse[:, h])
+        return -(weight * (out[:, h].to(dtype) * grad_out[:, h].to(dtype)).sum(-1)).sum()
+
+    return torch.stack([of_head(h) for h in range(len(sinks))]).to(sinks.dtype)

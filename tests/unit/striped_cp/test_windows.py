@@ -10,7 +10,7 @@ from striped_cp import Contiguous, Documents, HeadTail, Striped
 from striped_cp.blocks import COUNT, K_LEN, Q_LEN, Mask
 from striped_cp.tiles import tiles_of_rank
 from tests.helpers.loopback import random_inputs, run_loopback
-from tests.helpers.own_layout import Snake
+from tests.helpers.own_layout import Rounds, Snake
 from tests.helpers.reference import check_close, reference_gradients
 from tests.unit.striped_cp.test_tiles import S, busy_share, enumerate_pass, ragged_lengths
 
@@ -20,9 +20,9 @@ NAMES = ("out", "dq", "dk", "dv", "dsinks")
 
 @st.composite
 def cases(draw):
-    layout = draw(st.sampled_from(LAYOUTS))
+    layout = draw(st.sampled_from([*LAYOUTS, Rounds()]))
     world_size = draw(st.sampled_from([1, 2, 3, 4, 5, 8]))
-    seq_len = world_size * draw(st.integers(1, 13))
+    seq_len = layout.divisor(world_size) * draw(st.integers(1, 9))
     window = draw(st.integers(1, seq_len + 2))
     if draw(st.booleans()):
         return layout, world_size, seq_len, window, None
