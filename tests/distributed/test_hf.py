@@ -14,10 +14,12 @@ from tests.helpers.hf_ring import (
 from tests.helpers.launch import run_ranks
 
 DENSE = ("llama", "qwen2", "qwen3", "olmo2", "smollm3")
+WINDOWED = ("mistral", "gemma3", "gpt_oss")
 MODES = ("plain", "checkpointed", "fsdp2")
 ALL = [
     *itertools.product(DENSE, (False, True), MODES),
-    *itertools.product(("qwen3_moe", "mixtral"), (False, True), ("plain",)),
+    *itertools.product(("qwen3_moe", "mixtral", "qwen2_moe"), (False, True), ("plain",)),
+    *itertools.product(WINDOWED, (False, True), (*MODES, "compiled")),
     *itertools.product(("llama",), (True,), ("selective", "compiled", "chunked")),
     *itertools.product(("qwen3",), (True,), ("chunked", "fsdp2 chunked")),
 ]
@@ -28,6 +30,9 @@ SAMPLE = [
     ("llama", True, "selective"),
     ("qwen3", True, "fsdp2 chunked"),
     ("qwen3", True, "shared heads"),
+    ("mistral", True, "plain"),
+    ("gemma3", False, "fsdp2"),
+    ("gpt_oss", True, "checkpointed"),
 ]
 
 
@@ -47,7 +52,7 @@ def test_a_sample_equals_one_rank() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("name", [*DENSE, "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("name", [*DENSE, "qwen3_moe", "mixtral", "qwen2_moe", *WINDOWED])
 def test_equals_one_rank(world_size: int, name: str) -> None:
     check(world_size, [case for case in ALL if case[0] == name])
 

@@ -30,6 +30,7 @@ _SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
 }
+_ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 CONFIGS: dict[str, Any] = {
     "llama": lambda: tf.LlamaConfig(**_SIZES),
@@ -41,12 +42,38 @@ CONFIGS: dict[str, Any] = {
     "mixtral": lambda: tf.MixtralConfig(
         **_SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
     ),
+    "mistral": lambda: tf.MistralConfig(**_SIZES, sliding_window=9),
+    "gemma3": lambda: tf.Gemma3TextConfig(
+        **_SIZES, head_dim=16, sliding_window=9, layer_types=_ALTERNATING
+    ),
+    "gpt_oss": lambda: tf.GptOssConfig(
+        **_SIZES,
+        head_dim=16,
+        sliding_window=9,
+        layer_types=_ALTERNATING,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
+    # Its layers are not told of their window, but for the mask.
+    "qwen2_moe": lambda: tf.Qwen2MoeConfig(
+        **_SIZES,
+        **_EXPERTS,
+        shared_expert_intermediate_size=48,
+        use_sliding_window=True,
+        sliding_window=9,
+        max_window_layers=1,
+    ),
 }
 
 
 def make_model(name: str) -> tf.PreTrainedModel:
     torch.manual_seed(0)
-    model = tf.AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="sdpa")
+    alone = "eager" if name == "gpt_oss" else "sdpa"  # which has no sinks
+    model = tf.AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation=alone)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith("sinks"):
+                parameter.normal_()
     return model.float().train()
 
 
