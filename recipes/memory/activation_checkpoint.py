@@ -22,7 +22,7 @@ from torchtitan.config.job_config import ActivationCheckpoint
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list
 
-import striped_cp  # noqa: F401  (registers the operator)
+import striped_cp.ops  # noqa: F401  (registers the operator)
 from recipes.memory.offload import CheckpointOffload, HostTensor
 from recipes.titan import logger
 
