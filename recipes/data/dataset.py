@@ -14,6 +14,7 @@ from recipes.data.loader import DocumentLoader
 from recipes.data.records import Record
 from recipes.data.shards import is_shard_folder
 from recipes.data.sources import FileSource, HubSource, PreparedSource, Source
+from recipes.data.streams import Member
 from recipes.data.tokens import tokenizer_identity
 from recipes.titan import DATASETS, logger
 
@@ -124,7 +125,7 @@ def _build(
         dp_rank, dp_degree, rows = 0, 1, dp_degree * rows
     check_documents(source, section, dp_degree)
     return DocumentLoader(
-        source,
+        [Member(source, repeat=infinite)],
         tokenizer,
         dp_rank=dp_rank,
         dp_degree=dp_degree,
@@ -132,7 +133,6 @@ def _build(
         batch_size=rows,
         packing=config.documents.packing,
         mask=config.documents.mask,
-        infinite=infinite,
         share=share,
         num_workers=data.dataloader.num_workers,
         prefetch_factor=data.dataloader.prefetch_factor or 2,

@@ -48,9 +48,9 @@ class StripedTrainer(Trainer):
         if self.kernel is not None:
             self.metrics_processor.note_kernel(self.kernel)
         data = {"the tokenizer": tokenizer_identity(self.tokenizer)}
-        data["the training data"] = self.dataloader.source.identity
+        data["the training data"] = self.dataloader.identity
         if job_config.validation.enable:
-            data["the validation data"] = self.validator.dataloader.source.identity
+            data["the validation data"] = self.validator.dataloader.identity
         check_agreement(data)
         self.sharder = BatchSharder(job_config, self.parallel_dims)
         self.evaluation: PeriodicEvaluation | None = None

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from recipes.data.dataset import build_dataloader, build_validation_dataloader
 from recipes.data.loader import DocumentLoader
+from recipes.data.streams import Member
 from recipes.preflight.data import check_checkpoint_position
 from tests.helpers.documents import NumberTokenizer, fingerprint, job, number_documents, write_jsonl
 
@@ -278,7 +279,7 @@ class Endless:
 def test_memory_does_not_grow_with_the_data(workers):
     """80 MB of tokens pass; sequences of 65,536 look 8 ahead, which is 2 MB."""
     part = DocumentLoader(
-        Endless(),
+        [Member(Endless(), repeat=False)],
         NumberTokenizer(),
         dp_rank=0,
         dp_degree=1,
@@ -286,7 +287,6 @@ def test_memory_does_not_grow_with_the_data(workers):
         batch_size=1,
         packing="pack",
         mask=True,
-        infinite=False,
         num_workers=workers,
     )
     tracemalloc.start()
@@ -303,4 +303,5 @@ def test_the_state_is_plain_and_small(files):
     state = part.state_dict()
     assert state["dp_degree"] == 1
     place = json.loads(state["dp_rank_0"]["place"])
-    assert len(state["dp_rank_0"]["tokens"]) == 4 * sum(n for n, _, _ in place["pending"])
+    (stream,) = place["state"]["streams"]
+    assert len(state["dp_rank_0"]["tokens"]) == 4 * sum(n for n, _, _ in stream["pending"])
