@@ -1,5 +1,6 @@
 """The source of documents that a section names, and the loader of its batches."""
 
+import glob
 from functools import partial
 from itertools import islice
 from operator import itemgetter
@@ -8,7 +9,9 @@ from typing import Any
 
 import datasets
 
+from recipes.config.schema import MixtureSource
 from recipes.config.types import toml
+from recipes.config.values import get
 from recipes.data.files import digest
 from recipes.data.loader import DocumentLoader
 from recipes.data.records import Record
@@ -21,19 +24,37 @@ from recipes.titan import DATASETS, logger
 SAMPLE = Path(__file__).parents[2] / "assets" / "corpus" / "austen.jsonl.gz"
 
 
+def sources_of(config: Any, section: str) -> list[str]:
+    """The keys of what a section reads: itself, or the entries of its mixture."""
+    mixture = getattr(getattr(config, section), "mixture", ())
+    return [f"{section}.mixture.{number}" for number in range(1, len(mixture) + 1)] or [section]
+
+
+def source_name(config: Any, key: str) -> str:
+    """What metrics and messages call the source with this key."""
+    data = get(config, key)
+    if given := getattr(data, "name", ""):
+        return given
+    path = data.dataset_path[0] if isinstance(data.dataset_path, list) else data.dataset_path
+    parts = [part for part in Path(path or "").parts if not glob.has_magic(part)]
+    return (parts[-1] if parts else data.dataset.rpartition("/")[2]).partition(".")[0]
+
+
 def build_source(config: Any, section: str, tokenizer: Any) -> Source:
-    """The source of documents that a section names. `checks.check_data` has passed.
+    """The source of documents that a section, or an entry of its mixture, names.
+
+    `recipes.preflight.data.check_data` has passed.
 
     Raises:
         ValueError: a prepared folder does not fit the tokenizer, or a dataset cannot be opened.
     """
-    data = getattr(config, section)
+    data = get(config, section)
     name, path = data.dataset, data.dataset_path
     if name == "sample":
         return FileSource(str(SAMPLE), "text")
     if name == "local" and is_shard_folder(path):
         # Validation reads the same documents every time, in the order of the files.
-        seed = config.documents.shuffle_seed if section == "training" else None
+        seed = config.documents.shuffle_seed if section.startswith("training") else None
         return PreparedSource(Path(path), tokenizer_identity(tokenizer), seed)
     if name == "local":
         return FileSource(path, data.text_column)
@@ -63,11 +84,16 @@ def build_source(config: Any, section: str, tokenizer: Any) -> Source:
 
 def tell_of_novels(config: Any, section: str) -> None:
     """Say so where a section measures on the bundled novels and training reads other data."""
-    if getattr(config, section).dataset == "sample" and config.training.dataset != "sample":
-        logger.warning(
-            f'{section}.dataset = "sample", its default: it measures on the bundled novels, while '
-            f"training.dataset = {toml(config.training.dataset)}; name the data to measure on"
-        )
+    if getattr(config, section).dataset != "sample":
+        return
+    for key in sources_of(config, "training"):
+        name = get(config, key).dataset
+        if name != "sample":
+            logger.warning(
+                f'{section}.dataset = "sample", its default: it measures on the bundled novels, '
+                f"while {key}.dataset = {toml(name)}; name the data to measure on"
+            )
+            return
 
 
 def check_documents(source: Source, section: str, dp_degree: int) -> None:
@@ -118,14 +144,16 @@ def _build(
     section: str, dp_degree: int, dp_rank: int, tokenizer: Any, config: Any, infinite: bool
 ) -> DocumentLoader:
     data = getattr(config, section)
-    source = build_source(config, section, tokenizer)
     rows, share = data.local_batch_size, slice(None)
     if section == "validation":
         share = slice(dp_rank * rows, (dp_rank + 1) * rows)
         dp_rank, dp_degree, rows = 0, 1, dp_degree * rows
-    check_documents(source, section, dp_degree)
+    keys = sources_of(config, section)
+    members = [_member(config, key, tokenizer, infinite) for key in keys]
+    for key, member in zip(keys, members, strict=True):
+        check_documents(member.source, key, dp_degree)
     return DocumentLoader(
-        [Member(source, repeat=infinite)],
+        members,
         tokenizer,
         dp_rank=dp_rank,
         dp_degree=dp_degree,
@@ -133,7 +161,23 @@ def _build(
         batch_size=rows,
         packing=config.documents.packing,
         mask=config.documents.mask,
+        across=getattr(data, "mixture_packing", "within") == "across",
         share=share,
         num_workers=data.dataloader.num_workers,
         prefetch_factor=data.dataloader.prefetch_factor or 2,
+    )
+
+
+def _member(config: Any, key: str, tokenizer: Any, infinite: bool) -> Member:
+    data, source = get(config, key), build_source(config, key, tokenizer)
+    if not isinstance(data, MixtureSource):
+        return Member(source, repeat=infinite)
+    return Member(
+        source,
+        source_name(config, key),
+        data.weight,
+        min_tokens=data.min_tokens or 1,
+        max_tokens=data.max_tokens,
+        seq_len=data.seq_len,
+        repeat=infinite and data.when_used_up == "repeat",
     )

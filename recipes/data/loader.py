@@ -23,6 +23,10 @@ from recipes.titan import BaseDataLoader, logger
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
+# Shares of a mixture hold in so many sequences: those that all ranks read at the same time are, put
+# together, so many of the order of one rank.
+_WINDOW = 1000
+
 REMEDY = 'or set checkpoint.exclude_from_loading = ["dataloader"] to begin the data anew'
 
 
@@ -90,13 +94,14 @@ class DocumentLoader(BaseDataLoader):
             for member in members
         ]
         weights = [member.weight for member in members]
+        ahead = dp_rank * _WINDOW // dp_degree
         self.sequences: Stream
         if across:
-            mixed = Drawing(documents, weights, _tokens_of_parts, dp_rank, seq_len)
+            mixed = Drawing(documents, weights, _tokens_of_parts, ahead, seq_len)
             self.sequences = Packing(mixed, packing, seq_len)
         else:
             packed = [Packing(one, packing, seq_len) for one in documents]
-            self.sequences = Drawing(packed, weights, _tokens_of_packed, dp_rank, seq_len)
+            self.sequences = Drawing(packed, weights, _tokens_of_packed, ahead, seq_len)
         self._state: Packs | Shares = self.sequences.start()
         self._resumed = False
 

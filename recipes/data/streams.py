@@ -178,8 +178,8 @@ class Drawing:
 
     Args:
         size: tokens of an item.
-        rank, seq_len: this data-parallel rank begins as if it had read `rank` sequences: ranks that
-            all began with the same stream would be off by a sequence each, and together by many.
+        ahead: sequences that this rank begins as if it had given before, each of `seq_len` tokens:
+            ranks that all began with the same stream would be off in step, and together by many.
     """
 
     def __init__(
@@ -187,18 +187,18 @@ class Drawing:
         streams: Sequence[Stream],
         weights: Sequence[float],
         size: Callable[[Any], int],
-        rank: int,
+        ahead: int,
         seq_len: int,
     ) -> None:
         self.streams = streams
         self.weights = weights
         self.size = size
-        self.rank = rank
+        self.ahead = ahead
         self.seq_len = seq_len
 
     def start(self) -> Shares:
         owed = [0.0] * len(self.streams)
-        for _ in range(self.rank):
+        for _ in range(self.ahead):
             self._charge(owed, _most_owed(owed), self.seq_len)
         places = tuple(stream.start() for stream in self.streams)
         return Shares(places, tuple(owed), (0,) * len(places))

@@ -30,6 +30,10 @@ def load_config(
         if notes is not None:
             notes.extend(changed)
         check_config(config)
+        if config.training.mixture or config.training.mixture_packing == "across":
+            from recipes.preflight.mixture import check_mixture  # it imports what reads data
+
+            check_mixture(config, is_set)
         if world_size is not None:
             check_launch(config, world_size)
 
