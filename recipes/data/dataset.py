@@ -1,6 +1,5 @@
 """The source of documents that a section names, and the loader of its batches."""
 
-import glob
 from functools import partial
 from itertools import islice
 from operator import itemgetter
@@ -9,6 +8,7 @@ from typing import Any
 
 import datasets
 
+from recipes.config.mixture import source_name, sources_of
 from recipes.config.schema import MixtureSource
 from recipes.config.types import toml
 from recipes.config.values import get
@@ -22,22 +22,6 @@ from recipes.data.tokens import tokenizer_identity
 from recipes.titan import DATASETS, logger
 
 SAMPLE = Path(__file__).parents[2] / "assets" / "corpus" / "austen.jsonl.gz"
-
-
-def sources_of(config: Any, section: str) -> list[str]:
-    """The keys of what a section reads: itself, or the entries of its mixture."""
-    mixture = getattr(getattr(config, section), "mixture", ())
-    return [f"{section}.mixture.{number}" for number in range(1, len(mixture) + 1)] or [section]
-
-
-def source_name(config: Any, key: str) -> str:
-    """What metrics and messages call the source with this key."""
-    data = get(config, key)
-    if given := getattr(data, "name", ""):
-        return given
-    path = data.dataset_path[0] if isinstance(data.dataset_path, list) else data.dataset_path
-    parts = [part for part in Path(path or "").parts if not glob.has_magic(part)]
-    return (parts[-1] if parts else data.dataset.rpartition("/")[2]).partition(".")[0]
 
 
 def build_source(config: Any, section: str, tokenizer: Any) -> Source:

@@ -165,7 +165,7 @@ class DocumentLoader(BaseDataLoader):
         for i, member in enumerate(self.members):
             rank = f"data-parallel rank {self.dp_rank}"
             if new.streams[i].epoch > old.streams[i].epoch:
-                logger.info(f"{member.name}: {rank} begins pass {new.streams[i].epoch} over it")
+                logger.info(f"{member.name}: {rank} begins epoch {new.streams[i].epoch}")
             if old.owed[i] > new.owed[i] == USED_UP:
                 tokens = f"{new.given[i]:,} tokens"
                 logger.info(f"{member.name}: used up after {tokens} of {rank}; the others go on")
@@ -202,9 +202,19 @@ class DocumentLoader(BaseDataLoader):
             stream = {"documents": place, "pending": place["pending"]}
             place["state"] = {"streams": [stream], "owed": [0.0], "given": [0]}
         state = from_json(place["state"], io.BytesIO(saved["tokens"]))
-        assert isinstance(state, (Packs, Shares))
-        self._state = state
+        assert isinstance(state, Packs | Shares)
+        self._state = self._begun_anew(state)
         self._resumed = True
+
+    def _begun_anew(self, state: Packs | Shares) -> Packs | Shares:
+        """Sources that had ended go on where they now repeat."""
+        shares = _shares(state)
+        owed = [
+            0.0 if due == USED_UP and member.repeat else due
+            for due, member in zip(shares.owed, self.members, strict=True)
+        ]
+        shares = shares._replace(owed=tuple(owed))
+        return shares if isinstance(state, Shares) else state._replace(documents=shares)
 
 
 def _shares(state: Any) -> Shares:

@@ -6,10 +6,11 @@ from typing import Any
 import numpy as np
 
 from recipes.checkpoint.files import checkpoint_to_load, read_metadata
+from recipes.config.mixture import sources_of
 from recipes.config.schema import MixtureSource
 from recipes.config.types import InvalidSetting
 from recipes.config.values import get
-from recipes.data.dataset import build_source, check_documents, sources_of
+from recipes.data.dataset import build_source, check_documents
 from recipes.data.files import find_files
 from recipes.data.loader import REMEDY, check_degree
 from recipes.data.records import SUFFIXES

@@ -1,4 +1,4 @@
-"""Refuse mixtures that say two things, or nothing; what their sources hold is checked with the data.
+"""Refuse mixtures that contradict themselves; what their sources hold is checked with the data.
 
 Every check raises `InvalidSetting`, as in `recipes.preflight.checks`.
 """
@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable
 from dataclasses import fields
 
+from recipes.config.mixture import mixture_names, sources_of
 from recipes.config.schema import DataSource, MixtureSource, StripedJobConfig
 from recipes.config.types import InvalidSetting
 from recipes.config.values import get
-from recipes.data.dataset import source_name, sources_of
 
 
 def check_mixture(config: StripedJobConfig, is_set: Callable[[str], bool]) -> None:
@@ -33,10 +33,9 @@ def check_mixture(config: StripedJobConfig, is_set: Callable[[str], bool]) -> No
         why = "every source stops, and ranks would run out of data at different steps"
         key = "training.mixture.1.when_used_up"
         raise InvalidSetting(key, "stop", why, '"repeat" for at least one')
-    keys = sources_of(config, "training")
-    names = [source_name(config, key) for key in keys]
-    for number, (key, name) in enumerate(zip(keys, names, strict=True)):
-        _check_name(f"{key}.name", name, names[:number])
+    names = mixture_names(config)
+    for number, key in enumerate(sources_of(config, "training")):
+        _check_name(f"{key}.name", names[number], names[:number])
         _check_lengths(key, get(config, key), training.seq_len)
 
 
