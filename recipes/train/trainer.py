@@ -26,6 +26,7 @@ from recipes.data.tokens import tokenizer_identity
 from recipes.evaluation.periodic import PeriodicEvaluation
 from recipes.memory.loss import collect_token_losses
 from recipes.metrics.processor import StripedMetrics
+from recipes.metrics.reduce import max_over, sum_over
 from recipes.parallel.agreement import check_agreement, settings_and_code
 from recipes.parallel.ring import give_ring_its_groups
 from recipes.parallel.startup_check import run_startup_check
@@ -274,8 +275,24 @@ class StripedTrainer(Trainer):
                 "n_tokens_seen": self.ntokens_seen,
                 "lr": lr,
                 "data/epoch": self.dataloader.epoch,
+                **self._given(),
             },
         )
+
+    def _given(self) -> dict[str, float]:
+        """Tokens and epoch of every source of a mixture; a collective of all ranks."""
+        if not self.job_config.training.mixture:
+            return {}
+        given = self.dataloader.given
+        mesh = self.parallel_dims.get_optional_mesh("batch")
+        tokens = torch.tensor([g.tokens for g in given.values()], device=self.device)
+        epochs = torch.tensor([g.epoch for g in given.values()], device=self.device)
+        values = zip(sum_over(tokens, mesh).tolist(), max_over(epochs, mesh).tolist(), strict=True)
+        return {
+            f"data/{name}/{what}": value
+            for name, pair in zip(given, values, strict=True)
+            for what, value in zip(("tokens", "epoch"), pair, strict=True)
+        }
 
     def _loss_mesh(self) -> torch.distributed.device_mesh.DeviceMesh | None:
         """The ranks that hold different tokens: data parallel times context parallel."""
