@@ -285,14 +285,11 @@ class StripedTrainer(Trainer):
             return {}
         given = self.dataloader.given
         mesh = self.parallel_dims.get_optional_mesh("batch")
-        tokens = torch.tensor([g.tokens for g in given.values()], device=self.device)
-        epochs = torch.tensor([g.epoch for g in given.values()], device=self.device)
-        values = zip(sum_over(tokens, mesh).tolist(), max_over(epochs, mesh).tolist(), strict=True)
-        return {
-            f"data/{name}/{what}": value
-            for name, pair in zip(given, values, strict=True)
-            for what, value in zip(("tokens", "epoch"), pair, strict=True)
-        }
+        tokens, epochs = torch.tensor(list(given.values()), device=self.device).unbind(dim=1)
+        tokens, epochs = sum_over(tokens, mesh), max_over(epochs, mesh)
+        scalars = {f"data/{name}/tokens": n for name, n in zip(given, tokens.tolist(), strict=True)}
+        scalars |= {f"data/{name}/epoch": n for name, n in zip(given, epochs.tolist(), strict=True)}
+        return scalars
 
     def _loss_mesh(self) -> torch.distributed.device_mesh.DeviceMesh | None:
         """The ranks that hold different tokens: data parallel times context parallel."""
