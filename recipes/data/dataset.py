@@ -132,10 +132,11 @@ def _build(
     if section == "validation":
         share = slice(dp_rank * rows, (dp_rank + 1) * rows)
         dp_rank, dp_degree, rows = 0, 1, dp_degree * rows
-    keys = sources_of(config, section)
-    members = [_member(config, key, tokenizer, infinite) for key in keys]
-    for key, member in zip(keys, members, strict=True):
-        check_documents(member.source, key, dp_degree)
+    members = []
+    for key in sources_of(config, section):
+        source = build_source(config, key, tokenizer)
+        check_documents(source, key, dp_degree)
+        members.append(member_of(config, key, source, infinite))
     return DocumentLoader(
         members,
         tokenizer,
@@ -152,8 +153,9 @@ def _build(
     )
 
 
-def _member(config: Any, key: str, tokenizer: Any, infinite: bool) -> Member:
-    data, source = get(config, key), build_source(config, key, tokenizer)
+def member_of(config: Any, key: str, source: Source, infinite: bool = True) -> Member:
+    """`source` as the section or the entry of a mixture with this key has it read."""
+    data = get(config, key)
     if not isinstance(data, MixtureSource):
         return Member(source, repeat=infinite)
     return Member(
