@@ -69,8 +69,8 @@ def typical_documents(config: StripedJobConfig, folder: str = "") -> tuple[tuple
 def _prepared(key: str, path: str | list[str] | None, seed: int | None) -> PreparedSource:
     if path is None or not is_shard_folder(path):
         raise ValueError(
-            f"{key}: {path} is not a folder that scripts/prepare_documents.py wrote, and how long its "
-            "documents are is not known; allowed: prepared folders, or --documents LEN,LEN,..."
+            f"{key}: {path} is not a folder that scripts/prepare_documents.py wrote, and says "
+            "nothing of lengths; allowed: prepared folders, or --documents LEN,LEN,..."
         )
     folder = Path(str(path))
     return PreparedSource(folder, read_manifest(folder)["tokenizer"]["sha256"], seed)
