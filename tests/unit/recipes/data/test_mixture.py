@@ -60,10 +60,12 @@ def windows(degree, sequences, **more):
 
 
 @pytest.mark.parametrize("packing", ["pack", "concat"])
-@pytest.mark.parametrize("degree", [1, 2, 8])
-def test_shares_of_tokens_hold_in_every_thousand_sequences(packing, degree):
+@pytest.mark.parametrize(
+    ("degree", "most"), [(1, 0.002), (2, 0.003), (8, 0.005), (32, 0.01), (64, 0.015)]
+)
+def test_shares_of_tokens_hold_in_every_thousand_sequences(packing, degree, most):
     shares = windows(degree, 1600, packing=packing)
-    assert np.abs(shares - WEIGHTS).max() < 0.01
+    assert np.abs(shares - WEIGHTS).max() < most
 
 
 def test_shares_hold_though_one_source_packs_badly():
