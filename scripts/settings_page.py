@@ -20,8 +20,9 @@ HEADING = """# Settings
 
 Written by `python scripts/settings_page.py` from the schema, torchtitan 0.2.2's and that of
 recipes/config/schema.py; a test compares. `--section.key value` on the command line overrides the
-TOML; switches are `--section.key` and `--section.no_key`, lists of names have commas; tables in [[ ]]
-stand in a file only. What settings cannot go with each other stands in [parallelism](parallelism.md) and [memory](memory.md).
+TOML; switches are `--section.key` and `--section.no_key`, lists of names have commas; tables in
+[[ ]] stand in a file only. What settings cannot go with each other stands in
+[parallelism](parallelism.md) and [memory](memory.md).
 """
 
 
