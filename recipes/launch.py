@@ -9,7 +9,7 @@ from recipes.checkpoint.lock import hold_folder
 from recipes.config.schema import StripedJobConfig
 from recipes.preflight import load_config
 from recipes.process import faults, preemption
-from recipes.process.console import init_console
+from recipes.process.quiet import quieten
 from recipes.titan import logger
 
 
@@ -32,7 +32,7 @@ def main(args: Sequence[str]) -> None:
         if debug and rank == 0:
             traceback.print_exception(error)
         refuse(str(error), rank)
-    init_console(config, rank, world_size)
+    quieten(config, rank, world_size)
     for note in notes:
         logger.info(note)
     # After the settings: these imports take seconds.

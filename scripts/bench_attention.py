@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 # Options that describe one attention call, which a training job describes in its TOML.
 ATTENTION_ALONE = [
     *("mode", "device", "batch", "heads", "kv_heads", "head_dim", "dtype"),
-    *("documents", "kernel", "rotate_method", "ulysses", "plot"),
+    *("documents", "window", "kernel", "rotate_method", "ulysses", "plot"),
 ]
 
 
@@ -80,6 +80,9 @@ def parse_arguments() -> argparse.Namespace:
         "--layouts", default="striped,headtail,contiguous", help="also striped:BLOCK_SIZE"
     )
     parser.add_argument("--documents", type=integers, help="lengths that sum to S")
+    parser.add_argument(
+        "--window", type=positive, help="tokens that a token sees, itself included; default: all"
+    )
     parser.add_argument("--kernel", default="auto", help="of striped_cp.kernels, or auto")
     parser.add_argument("--rotate-method", choices=["ring", "allgather"], default="ring")
     parser.add_argument(
@@ -136,6 +139,7 @@ def measure_attention(arguments: argparse.Namespace) -> list[Row]:
             kernel=arguments.kernel,
             rotate_method=arguments.rotate_method,
             ulysses=arguments.ulysses,
+            window=arguments.window,
         )
         for world_size, seq_len in product(world_sizes(arguments), arguments.seq_len)
     ]

@@ -33,7 +33,7 @@ def main(argv: list[str]) -> None:
     from recipes.launch import refuse
     from recipes.preflight import load_config
     from recipes.preflight.evaluation import check_has_weights
-    from recipes.process.console import init_console
+    from recipes.process.quiet import quieten
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> None:
         check_has_weights(config)
     except ValueError as error:
         refuse(str(error), rank)
-    init_console(config, rank, world_size)
+    quieten(config, rank, world_size)
 
     import torch.distributed as dist
 

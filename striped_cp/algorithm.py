@@ -14,8 +14,8 @@ from torch import Tensor
 
 from .kernels.base import BackwardInputs, Inputs, TileAttention
 from .merge import (
+    GradientAccumulator,
     OutputAccumulator,
-    accumulate_,
     accumulation_dtype,
     empty_sequence_major,
     sequence_major,
@@ -32,6 +32,7 @@ def attention_forward(
     ring: Ring,
     scale: float,
     rotate_method: str,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Exact attention of this rank's queries over the keys of all ranks.
 
@@ -39,21 +40,21 @@ def attention_forward(
         x: query (B, H, n, D), n = S/P; key and value (B, Hkv, n, D).
         tiles: this rank's tiles in ring order (`tiles_of_rank`).
         rotate_method: "ring", O(S/P) keys and values, or "allgather", O(S).
+        sinks: (H,), the logit of one more key per head, whose value is 0.
 
     Returns:
         out (B, H, n, D) in the query's dtype and lse (B, H, n) in float32 (float64 for float64),
-        over all keys of the sequence. Memory order of out is (B, n, H, D).
+        over all keys of the sequence and the sink. Memory order of out is (B, n, H, D).
     """
     total = OutputAccumulator(x.query)
     # closing: a kernel that fails leaves no hop under way for the next ring to take as its own.
-    with closing(_rotate(ROTATIONS[rotate_method], ring, x)) as keys_and_values:
+    with closing(_rotate(ROTATIONS[rotate_method], ring, x, len(tiles))) as keys_and_values:
         for step, (key, value) in enumerate(keys_and_values):
             for partial in kernel.forward(Inputs(x.query, key, value), tiles[step], scale):
-                if step == 0:
-                    total.write(partial)
-                else:
-                    total.merge(partial)
+                total.add(partial)
                 del partial  # free before the next kernel call
+    if sinks is not None:
+        total.add_sinks(sinks)
     return sequence_major(total.out.to(x.query.dtype)), total.lse
 
 
@@ -67,21 +68,23 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `attention_forward` with respect to query, key and value, in their dtypes.
 
-    With the final out and lse, every tile's backward kernel yields exact partial gradients.
+    With the final out and lse, every tile's backward kernel yields exact partial gradients; sinks
+    are in both of these.
     """
     dtype = accumulation_dtype(x.query.dtype)
     x = x._replace(grad_out=sequence_major(x.grad_out))
     dq = empty_sequence_major(x.query, dtype)
+    sum_of_dq = GradientAccumulator(dq, empty=True)
     rotation = ROTATIONS[rotate_method]
     with (
-        closing(_rotate(rotation, ring, x)) as keys_and_values,
-        closing(rotation.gradients(ring, x.key, x.value, dtype)) as dkv,
+        closing(_rotate(rotation, ring, x, len(tiles))) as keys_and_values,
+        closing(rotation.gradients(ring, x.key, x.value, dtype, len(tiles))) as dkv,
     ):
         for step, (key, value) in enumerate(keys_and_values):
             parts = []
             held = x._replace(key=key, value=value)
             for part in kernel.backward(held, tiles[step], scale):
-                accumulate_(dq, part.queries, part.dq, first=step == 0)
+                sum_of_dq.add(part.queries, part.dq)
                 parts.append((part.keys, part.dk, part.dv))
                 del part
             dkv.add(step, parts)
@@ -91,10 +94,10 @@ def attention_backward(
 
 
 def _rotate(
-    rotation: Rotation, ring: Ring, x: Inputs | BackwardInputs
+    rotation: Rotation, ring: Ring, x: Inputs | BackwardInputs, steps: int
 ) -> Generator[tuple[Tensor, Tensor], None, None]:
     """Keys and values (B, Hkv, n, D) of every ring step."""
-    contiguous = [sequence_major(t).transpose(1, 2) for t in (x.key, x.value)]
-    with closing(rotation.keys_and_values(ring, *contiguous)) as hops:
+    key, value = (sequence_major(t).transpose(1, 2) for t in (x.key, x.value))
+    with closing(rotation.keys_and_values(ring, key, value, steps)) as hops:
         for k, v in hops:
             yield k.transpose(1, 2), v.transpose(1, 2)

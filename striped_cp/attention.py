@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from .axes import Axes, axes_of
 from .documents import Documents
@@ -38,6 +38,8 @@ def ring_attention(
     scale: float | None = None,
     rotate_method: RotateMethod = "ring",
     kernel: str = "auto",
+    window: int | None = None,
+    sinks: Tensor | None = None,
     **unsupported: object,
 ) -> Tensor:
     """Exact causal attention over a sequence whose tokens are spread over the ranks of a ring.
@@ -56,11 +58,17 @@ def ring_attention(
         scale: of the logits, above 0; default 1 / sqrt(D).
         rotate_method: "ring" keeps O(S/P) keys and values, "allgather" O(S), with one collective.
         kernel: "auto", "flash", "fa3", "fa4", "cudnn", "flex", "cpu" or "reference".
+        window: tokens that a token sees, itself and the window - 1 before it, of its own document;
+            at least 1. None: all before it. Not with block stripes. Hops that no rank needs are
+            not made (docs/reference/parallelism.md).
+        sinks: (H,), for each head a logit that joins the softmax's denominator and no value. Its
+            gradient is this rank's share: the sum over the ranks of `mesh` is the whole.
         unsupported: options of other attention functions; refused unless they change nothing.
 
     DTensors: all three on one device mesh with equal placements. The axes with the names and ranks
     of `mesh`, if there is one, shard the sequence; others may shard batch or heads, or replicate.
-    The result is a DTensor with the query's placements.
+    The result is a DTensor with the query's placements. `sinks` may then be plain, or replicated,
+    with those of all heads, or sharded as the heads are.
 
     torch.autocast does not reach inside: convert the three first if they differ in dtype.
 
@@ -79,10 +87,12 @@ def ring_attention(
         raise ValueError(f"scale = {scale!r}: must be a finite number above 0")
     if documents is not None and not isinstance(documents, Documents):
         raise ValueError(f"documents must be a Documents, not a {type(documents).__name__}")
+    if window is not None and (type(window) is not int or window < 1):
+        raise ValueError(f"window = {window!r}: must be None or an integer, at least 1")
     axes = axes_of(mesh)
 
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        _check_local(query, key, value, axes, layout, documents)
+    def attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+        _check_local(query, key, value, sinks, axes, layout, documents)
         out, _ = ring_attention_op(
             query,
             key,
@@ -94,13 +104,17 @@ def ring_attention(
             1 / math.sqrt(query.shape[-1]) if scale is None else scale,
             rotate_method,
             kernel,
+            window,
+            sinks,
         )
         return out
 
     if not any(isinstance(x, DTensor) for x in (query, key, value)):
-        return attend(query, key, value)
+        return attend(query, key, value, sinks)
     q, k, v = _check_placements(query, key, value, mesh)
-    out = attend(*(x.to_local(grad_placements=x.placements) for x in (q, k, v)))
+    local_q, local_k, local_v = (x.to_local(grad_placements=x.placements) for x in (q, k, v))
+    local_sinks = None if sinks is None else _local_sinks(sinks, q)
+    out = attend(local_q, local_k, local_v, local_sinks)
     _, heads, seq_len, dim = q.shape
     stride = (seq_len * heads * dim, dim, heads * dim, 1)
     return DTensor.from_local(
@@ -130,7 +144,7 @@ def check_unsupported(options: Mapping[str, object]) -> None:
             shown = "a tensor" if isinstance(value, Tensor) else repr(value)
             raise ValueError(
                 f"{name} = {shown} is not supported: attention is causal, within `documents` "
-                "if given, without masks, windows, biases or dropout"
+                "if given, in a `window` if given, without masks, biases or dropout"
             )
 
 
@@ -138,6 +152,7 @@ def _check_local(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    sinks: Tensor | None,
     axes: Axes,
     layout: Layout,
     documents: Documents | None,
@@ -169,8 +184,10 @@ def _check_local(
             "query, key and value must be on one device; got "
             f"{query.device}, {key.device}, {value.device}"
         )
+    if sinks is not None:
+        _check_sinks(query, sinks)
     # A custom operator has no rule for tangents: torch would take them for zero, silently.
-    if any(unpack_dual(x).tangent is not None for x in (query, key, value)):
+    if any(unpack_dual(x).tangent is not None for x in (query, key, value, sinks) if x is not None):
         raise ValueError("forward-mode differentiation (jvp) of ring attention is not supported")
     if query.shape[HEAD_DIM] % axes.ulysses.size:
         raise ValueError(
@@ -184,6 +201,47 @@ def _check_local(
             f"documents describe {documents.batch_size} batch rows, the query has "
             f"{query.shape[BATCH_DIM]}"
         )
+
+
+def _check_sinks(query: Tensor, sinks: Tensor) -> None:
+    if not isinstance(sinks, Tensor) or isinstance(sinks, DTensor):
+        raise ValueError(f"sinks must be a tensor like the query, not a {type(sinks).__name__}")
+    heads = query.shape[HEAD_DIM]
+    if sinks.shape != (heads,) or sinks.dtype not in FLOATING_POINT or sinks.device != query.device:
+        raise ValueError(
+            f"sinks must be a floating-point tensor of shape ({heads},), one logit for each query "
+            f"head, on {query.device}; got {sinks.dtype} of shape {tuple(sinks.shape)} on "
+            f"{sinks.device}"
+        )
+
+
+def _local_sinks(sinks: Tensor, query: DTensor) -> Tensor:
+    """Those of this rank's heads; the gradient is summed where ranks have other tokens or heads."""
+    mesh, whole = query.device_mesh, (query.shape[HEAD_DIM],)
+    if sinks.shape != whole:
+        raise ValueError(f"sinks must have shape {whole}, one logit for each query head")
+    heads = [
+        axis for axis, placement in enumerate(query.placements) if placement == Shard(HEAD_DIM)
+    ]
+    if isinstance(sinks, DTensor):
+        replicated = (Replicate(),) * mesh.ndim
+        sharded = tuple(Shard(0) if axis in heads else x for axis, x in enumerate(replicated))
+        if sinks.device_mesh != mesh or sinks.placements not in (replicated, sharded):
+            raise ValueError(
+                f"sinks: placements {sinks.placements!r} cannot work; allowed on the query's mesh: "
+                f"{replicated!r} or {sharded!r}"
+            )
+        grad_placements = [
+            own if own == Shard(0) or of_query == Replicate() else Partial()
+            for own, of_query in zip(sinks.placements, query.placements, strict=True)
+        ]
+        already_mine = sinks.placements == sharded
+        sinks = sinks.to_local(grad_placements=grad_placements)
+        if already_mine:
+            return sinks
+    for axis in heads:
+        sinks = sinks.chunk(mesh.size(axis))[mesh.get_local_rank(axis)]
+    return sinks
 
 
 def _check_placements(

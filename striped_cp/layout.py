@@ -11,7 +11,8 @@ answers every visibility question. Integers only: no attention, no communication
     Contiguous()           0 1 2 3        4 5 6 7        8 9 10 11
 
 A layout is one class: a frozen dataclass with a `name`, `divisor` and `_positions`; nothing else
-lists it. One whose tiles have few blocks that the general `passes` does not find says so itself.
+lists it. One whose tiles have few blocks that the general `passes` does not find says so itself,
+and one that can have sliding windows has `runs`.
 """
 
 from __future__ import annotations
@@ -77,6 +78,19 @@ class Layout(ABC):
             first, last = np.maximum(q0, top), np.minimum(q1, bottom)
             passes.append(pass_of(Mask.FULL, row, first, last - first, k0, k_ends[top] - k0))
         return passes
+
+    def runs(self, seq_len: int, world_size: int, rank: int) -> list[range]:
+        """A rank's positions as evenly spaced runs, one, or a few of step 1: what a window needs.
+
+        Between two runs of a step, what a window shows is a band (windows.py).
+
+        Raises:
+            ValueError: the layout has no such runs, and so no windows.
+        """
+        raise ValueError(
+            f"layout = {self.spec!r} has no sliding windows: allowed with a window are "
+            "'striped:1', 'headtail' and 'contiguous'"
+        )
 
     @property
     def spec(self) -> str:
@@ -147,6 +161,11 @@ class Striped(Layout):
         local = np.arange(seq_len // world_size, dtype=np.int64)
         block, inside = local // self.block_size, local % self.block_size
         return (block * world_size + rank) * self.block_size + inside
+
+    def runs(self, seq_len: int, world_size: int, rank: int) -> list[range]:
+        if self.block_size > 1:
+            return super().runs(seq_len, world_size, rank)
+        return [range(rank, seq_len, world_size)]
 
     def count_before(
         self, position: IntOrArray, seq_len: int, world_size: int, rank: int
@@ -221,11 +240,14 @@ class HeadTail(Layout):
         return world_size
 
     def _positions(self, seq_len: int, world_size: int, rank: int) -> np.ndarray:
+        runs = self.runs(seq_len, world_size, rank)
+        return np.concatenate([np.arange(x.start, x.stop, dtype=np.int64) for x in runs])
+
+    def runs(self, seq_len: int, world_size: int, rank: int) -> list[range]:
         tail = seq_len // world_size // 2
         head = seq_len // world_size - tail
         tail_start = world_size * head + (world_size - 1 - rank) * tail
-        local = np.arange(head + tail, dtype=np.int64)
-        return np.where(local < head, rank * head + local, tail_start + local - head)
+        return [range(rank * head, (rank + 1) * head), range(tail_start, tail_start + tail)]
 
 
 @dataclass(frozen=True)
@@ -238,8 +260,12 @@ class Contiguous(Layout):
         return world_size
 
     def _positions(self, seq_len: int, world_size: int, rank: int) -> np.ndarray:
+        (run,) = self.runs(seq_len, world_size, rank)
+        return np.arange(run.start, run.stop, dtype=np.int64)
+
+    def runs(self, seq_len: int, world_size: int, rank: int) -> list[range]:
         length = seq_len // world_size
-        return np.arange(rank * length, (rank + 1) * length, dtype=np.int64)
+        return [range(rank * length, (rank + 1) * length)]
 
 
 def layout_from_spec(spec: str) -> Layout:

@@ -79,9 +79,11 @@ class LoopbackRing(Ring):
         inside = self.members[rank * ulysses_degree :][:ulysses_degree]
         return LoopbackRing(ring, rank, self.shared), LoopbackRing(inside, part, self.shared)
 
-    def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor]) -> Pending:
+    def shift(
+        self, send: Sequence[Tensor], receive: Sequence[Tensor], distance: int = 1
+    ) -> Pending:
         def deliver(sent: list[Sequence[Tensor]]) -> None:
-            for mine, theirs in zip(receive, sent[self.members[self.rank - 1]], strict=True):
+            for mine, theirs in zip(receive, sent[self.members[self.rank - distance]], strict=True):
                 mine.copy_(theirs)
 
         return _Delivery(self, send, deliver)

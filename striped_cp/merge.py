@@ -35,9 +35,9 @@ def sequence_major(x: Tensor) -> Tensor:
 class OutputAccumulator:
     """Running attention output (B, H, n, D) and log-sum-exp (B, H, n) of a rank's query rows.
 
-    The first tile, the diagonal one, covers every row once and is written; later ones are merged
-    in place. A first tile that comes in one piece is adopted, not copied, so that at any time one
-    accumulated output and one partial result exist.
+    The first partial results, of the diagonal tile, cover every row once and are written; later
+    ones are merged in place. A first one of all rows is adopted, not copied, so that at any time
+    one accumulated output and one partial result exist.
     """
 
     def __init__(self, query: Tensor) -> None:
@@ -45,6 +45,7 @@ class OutputAccumulator:
         self.dtype = accumulation_dtype(query.dtype)
         self.everything = Region(slice(None), 0, rows)
         self.lse = query.new_empty(batch, heads, rows, dtype=self.dtype)
+        self._unwritten = self.lse.numel()
         self._query = query
         self._out: Tensor | None = None
 
@@ -54,14 +55,27 @@ class OutputAccumulator:
             self._out = empty_sequence_major(self._query, self.dtype)
         return self._out
 
-    def write(self, partial: Partial) -> None:
+    def add(self, partial: Partial) -> None:
+        if self._unwritten:
+            self._unwritten -= partial.lse.numel()
+            self._write(partial)
+        else:
+            self._merge(partial)
+
+    def add_sinks(self, sinks: Tensor) -> None:
+        """Of each head (H,) a logit that belongs to no key: a partial result of 0."""
+        lse = sinks.to(self.dtype)[:, None].expand_as(self.lse)
+        nothing = self.lse.new_zeros(()).expand_as(self.out)
+        self._merge(Partial(self.everything, nothing, lse))
+
+    def _write(self, partial: Partial) -> None:
         partial.queries.of(self.lse).copy_(partial.lse)
         if partial.queries == self.everything:
             self._out = partial.out
         else:
             partial.queries.of(self.out).copy_(partial.out)
 
-    def merge(self, partial: Partial) -> None:
+    def _merge(self, partial: Partial) -> None:
         self._out = self.out.to(self.dtype)  # a copy once, if the adopted output has 16 bits
         merge = compiled_merge() if self._out.is_cuda else merge_
         merge(partial.queries.of(self._out), partial.queries.of(self.lse), partial.out, partial.lse)
@@ -91,9 +105,36 @@ def compiled_merge() -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
     return torch._dynamo.config.patch(recompile_limit=_MERGE_VARIANTS)(compiled)
 
 
-def accumulate_(total: Tensor, region: Region, part: Tensor, first: bool) -> None:
-    """Add a block's gradient into `total`; the diagonal tile comes first and is written."""
-    if first:
-        region.of(total).copy_(part)
-    else:
-        region.of(total).add_(part)
+class GradientAccumulator:
+    """Running sum (B, H, n, D) of blocks' gradients.
+
+    Args:
+        empty: nothing is in `total` yet. The blocks that come first, of the diagonal tile, cover
+            every row once and are written.
+    """
+
+    def __init__(self, total: Tensor, empty: bool) -> None:
+        self.total = total
+        self._unwritten = total.numel() if empty else 0
+
+    def add(self, region: Region, part: Tensor) -> None:
+        if self._unwritten:
+            self._unwritten -= part.numel()
+            region.of(self.total).copy_(part)
+        else:
+            region.of(self.total).add_(part)
+
+
+def sink_gradients(sinks: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor) -> Tensor:
+    """Gradient of a loss with respect to `sinks` (H,), over the rows of this rank.
+
+    d sink = -sum over rows of exp(sink - lse) * (out . d out), with the final out (B, H, n, D) and
+    lse (B, H, n), in which the sink is. A head at a time, for the sake of the float32 copies.
+    """
+    dtype = lse.dtype
+
+    def of_head(h: int) -> Tensor:
+        weight = torch.exp(sinks[h].to(dtype) - lse[:, h])
+        return -(weight * (out[:, h].to(dtype) * grad_out[:, h].to(dtype)).sum(-1)).sum()
+
+    return torch.stack([of_head(h) for h in range(len(sinks))]).to(sinks.dtype)

@@ -86,9 +86,11 @@ class _ObservedRing(Ring):
         super().__init__(ring.rank, ring.world_size)
         self.ring, self.observer = ring, observer
 
-    def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor]) -> Pending:
+    def shift(
+        self, send: Sequence[Tensor], receive: Sequence[Tensor], distance: int = 1
+    ) -> Pending:
         self.observer.send(sum(x.nbytes for x in send))
-        return _ObservedHop(self.ring.shift(send, receive), self.observer)
+        return _ObservedHop(self.ring.shift(send, receive, distance), self.observer)
 
     def all_gather(self, out: Tensor, x: Tensor) -> Pending:
         self.observer.send(x.nbytes * (self.world_size - 1))

@@ -44,13 +44,14 @@ def _prepare(
     ring_name: str,
     ulysses_name: str,
     kernel_name: str,
+    window: int | None,
 ) -> tuple[Ring, tuple[Tile, ...], TileAttention, Ring]:
     """What one direction of attention needs, in the order of its arguments."""
     ring, axis = _ring(ring_name), _ring(ulysses_name)
     layout = layout_from_spec(layout_spec)
     documents = None if boundaries is None else Documents.checked_before(boundaries)
     seq_len = query.shape[2] * axis.world_size * ring.world_size
-    tiles = tiles_of_rank(layout, seq_len, ring.world_size, ring.rank, documents)
+    tiles = tiles_of_rank(layout, seq_len, ring.world_size, ring.rank, documents, window)
     request = Request(query.device.type, query.dtype, query.shape[3], documents is not None)
     (axis, ring), kernel = observed((axis, ring), choose_kernel(kernel_name, request))
     return axis, tiles, kernel, ring
@@ -70,6 +71,8 @@ def ring_attention_op(
     scale: float,
     rotate_method: str,
     kernel: str,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's queries over all ranks' keys.
 
@@ -82,13 +85,13 @@ def ring_attention_op(
     Returns:
         out (B, H, S/P, D) and lse (B, H/U, U S/P); lse carries no gradient.
     """
-    prepared = _prepare(query, boundaries, layout, ring, ulysses_axis, kernel)
+    prepared = _prepare(query, boundaries, layout, ring, ulysses_axis, kernel, window)
     with torch.autocast(query.device.type, enabled=False):
-        return ulysses.forward(Inputs(query, key, value), *prepared, scale, rotate_method)
+        return ulysses.forward(Inputs(query, key, value), *prepared, scale, rotate_method, sinks)
 
 
 @ring_attention_op.register_fake
-def _(query, key, value, boundaries, layout, ring, ulysses_axis, scale, rotate_method, kernel):
+def _(query, key, value, boundaries, layout, ring, ulysses_axis, *options):
     batch, heads, rows, _ = query.shape
     out = query.new_empty(batch, rows, heads, value.shape[3]).transpose(1, 2)
     lse_dtype = torch.promote_types(query.dtype, torch.float32)
@@ -113,45 +116,40 @@ def ring_attention_backward_op(
     scale: float,
     rotate_method: str,
     kernel: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv); arguments as in `ring_attention`, plus its results and the gradient of out."""
-    prepared = _prepare(query, boundaries, layout, ring, ulysses_axis, kernel)
+    window: int | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk, dv, dsinks); arguments as in `ring_attention`, its results, the gradient of out.
+
+    dsinks is this rank's share, without elements where there are no sinks.
+    """
+    prepared = _prepare(query, boundaries, layout, ring, ulysses_axis, kernel, window)
     with torch.autocast(query.device.type, enabled=False):
         x = BackwardInputs(query, key, value, out, lse, grad_out)
-        return ulysses.backward(x, *prepared, scale, rotate_method)
+        dq, dk, dv, dsinks = ulysses.backward(x, *prepared, scale, rotate_method, sinks)
+        return dq, dk, dv, query.new_empty(0) if dsinks is None else dsinks
 
 
 @ring_attention_backward_op.register_fake
-def _(
-    grad_out,
-    query,
-    key,
-    value,
-    out,
-    lse,
-    boundaries,
-    layout,
-    ring,
-    ulysses_axis,
-    scale,
-    rotate_method,
-    kernel,
-):
-    return tuple(x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (query, key, value))
+def _(grad_out, query, key, value, *rest):
+    sinks = rest[-1]
+    dsinks = query.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    grads = (x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (query, key, value))
+    return *grads, dsinks
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, boundaries, *ctx.options = inputs
+    query, key, value, boundaries, *ctx.options, sinks = inputs
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(query, key, value, *output, boundaries)
+    ctx.save_for_backward(query, key, value, *output, boundaries, sinks)
 
 
 def _backward(ctx: Any, grad_out: Tensor, _grad_lse: Tensor | None) -> tuple:
-    query, key, value, out, lse, boundaries = ctx.saved_tensors
-    grads = ring_attention_backward_op(
-        grad_out, query, key, value, out, lse, boundaries, *ctx.options
+    query, key, value, out, lse, boundaries, sinks = ctx.saved_tensors
+    *grads, dsinks = ring_attention_backward_op(
+        grad_out, query, key, value, out, lse, boundaries, *ctx.options, sinks
     )
-    return *grads, *[None] * 7
+    return *grads, *[None] * 8, None if sinks is None else dsinks
 
 
 ring_attention_op.register_autograd(_backward, setup_context=_setup_context)

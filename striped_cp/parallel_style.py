@@ -45,6 +45,8 @@ class RingAttention(nn.Module):
         documents: Documents | None = None,
         scale: float | None = None,
         enable_gqa: bool = False,
+        window: int | None = None,
+        sinks: Tensor | None = None,
         **unsupported: object,
     ) -> Tensor:
         """(B, H, S/P, D) attention output; see `ring_attention`.
@@ -69,6 +71,8 @@ class RingAttention(nn.Module):
             scale=scale,
             rotate_method=self.rotate_method,
             kernel=self.kernel,
+            window=window,
+            sinks=sinks,
         )
 
 

@@ -27,12 +27,14 @@ class ProcessGroupRing(Ring):
         super().__init__(group.rank(), group.size(), buffers)
         self.group = group
 
-    def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor]) -> Pending:
-        to, source = (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
+    def shift(
+        self, send: Sequence[Tensor], receive: Sequence[Tensor], distance: int = 1
+    ) -> Pending:
+        to, source = ((self.rank + x) % self.world_size for x in (distance, -distance))
         # group_peer: ranks of this group, which need not be contiguous in the world.
         ops = [dist.P2POp(dist.isend, x, group=self.group, group_peer=to) for x in send]
         ops += [dist.P2POp(dist.irecv, x, group=self.group, group_peer=source) for x in receive]
-        return _Hop(dist.batch_isend_irecv(ops), self)
+        return _Hop(dist.batch_isend_irecv(ops), self, source, to)
 
     def _gloo_limit(self) -> timedelta | None:
         """The present time limit of the group, if it is gloo's.
@@ -68,9 +70,9 @@ class _Works:
 class _Hop(_Works):
     """A hop whose errors name the neighbours."""
 
-    def __init__(self, works: list[Any], ring: ProcessGroupRing) -> None:
+    def __init__(self, works: list[Any], ring: ProcessGroupRing, source: int, to: int) -> None:
         super().__init__(works)
-        self.ring = ring
+        self.ring, self.source, self.to = ring, source, to
 
     def wait(self) -> None:
         limit = self.ring._gloo_limit()
@@ -81,9 +83,9 @@ class _Hop(_Works):
                 else:
                     work.wait(limit)
         except RuntimeError as error:
-            rank, size, members = self.ring.rank, self.ring.world_size, self.ring.members()
-            before, after = members[rank - 1], members[(rank + 1) % size]
+            members = self.ring.members()
+            rank, before, after = (members[x] for x in (self.ring.rank, self.source, self.to))
             raise RuntimeError(
-                f"ring: rank {members[rank]} waited for keys from rank {before} and for rank "
+                f"ring: rank {rank} waited for keys from rank {before} and for rank "
                 f"{after} to take its own: {error}"
             ) from error

@@ -35,8 +35,10 @@ class Ring(ABC):
         self._buffers: Buffers = {} if buffers is None else buffers
 
     @abstractmethod
-    def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor]) -> Pending:
-        """Post a hop: `send` to rank + 1, `receive` filled from rank - 1."""
+    def shift(
+        self, send: Sequence[Tensor], receive: Sequence[Tensor], distance: int = 1
+    ) -> Pending:
+        """Post a hop: `send` to rank + distance, `receive` filled from rank - distance."""
 
     @abstractmethod
     def all_gather(self, out: Tensor, x: Tensor) -> Pending:
@@ -63,7 +65,9 @@ class SingleRing(Ring):
     def __init__(self) -> None:
         super().__init__(0, 1)
 
-    def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor]) -> Pending:
+    def shift(
+        self, send: Sequence[Tensor], receive: Sequence[Tensor], distance: int = 1
+    ) -> Pending:
         raise AssertionError("a ring of one rank has no neighbours")
 
     def all_gather(self, out: Tensor, x: Tensor) -> Pending:

@@ -170,6 +170,7 @@ def kernel_errors(
     kv_heads: int,
     rows: int,
     world_size: int = _RING,
+    window: int | None = None,
 ) -> dict[str, float]:
     """Largest error of out, dq, dk and dv of a whole ring, relative to the largest value of each.
 
@@ -193,7 +194,7 @@ def kernel_errors(
     # By rank: query, key, value and the gradient of the output.
     inputs = [random(count) for count in (heads, kv_heads, kv_heads, heads)]
     exact = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in inputs]
-    run = partial(_whole_ring, layout, documents)
+    run = partial(_whole_ring, layout, documents, window)
     got, want = run(kernel, inputs), run(KERNELS["reference"], exact)
     return {
         name: float((x.to(y.dtype) - y).abs().max() / y.abs().max())
@@ -202,14 +203,19 @@ def kernel_errors(
 
 
 def _whole_ring(
-    layout: Layout, documents: Documents | None, kernel: TileAttention, inputs: list[Tensor]
+    layout: Layout,
+    documents: Documents | None,
+    window: int | None,
+    kernel: TileAttention,
+    inputs: list[Tensor],
 ) -> list[Tensor]:
     """out, dq, dk, dv of all ranks, (P, B, H, n, D)."""
     world_size, _, _, rows, head_dim = inputs[0].shape
 
     def rank_main(ring: Ring) -> tuple[Tensor, ...]:
         query, key, value, grad_out = (x[ring.rank] for x in inputs)
-        tiles = tiles_of_rank(layout, world_size * rows, world_size, ring.rank, documents)
+        seq_len = world_size * rows
+        tiles = tiles_of_rank(layout, seq_len, world_size, ring.rank, documents, window)
         how = tiles, kernel, ring, head_dim**-0.5, "ring"
         out, lse = attention_forward(Inputs(query, key, value), *how)
         return out, *attention_backward(BackwardInputs(query, key, value, out, lse, grad_out), *how)
@@ -263,7 +269,7 @@ def _tile(kernel: TileAttention, x: Inputs, grad_out: Tensor, tile: Tile) -> Non
     scale = x.query.shape[-1] ** -0.5
     total = OutputAccumulator(x.query)
     for partial_out in kernel.forward(x, tile, scale):
-        total.write(partial_out)
+        total.add(partial_out)
     for _ in kernel.backward(BackwardInputs(*x, total.out, total.lse, grad_out), tile, scale):
         pass
 

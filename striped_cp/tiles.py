@@ -30,6 +30,7 @@ import numpy as np
 from .blocks import Mask, Pass, Segments, pass_of
 from .documents import Documents
 from .layout import Layout
+from .windows import window_passes
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +46,7 @@ class Tile:
     world_size: int
     query_rank: int
     key_rank: int
+    window: int | None
     passes: tuple[Pass, ...]
 
     @property
@@ -56,22 +58,34 @@ class Tile:
 # Enough for the microbatches a pipeline schedule keeps in flight, plus validation.
 @lru_cache(maxsize=64)
 def tiles_of_rank(
-    layout: Layout, seq_len: int, world_size: int, rank: int, documents: Documents | None = None
+    layout: Layout,
+    seq_len: int,
+    world_size: int,
+    rank: int,
+    documents: Documents | None = None,
+    window: int | None = None,
 ) -> tuple[Tile, ...]:
     """The P tiles of query rank p in ring order: in step t, the keys of rank (p - t) mod P.
+
+    With a window (tokens that a token sees, itself included) only the first of them, up to the last
+    step in which some rank of the ring sees a key: as many on every rank.
 
     Computed once per batch and reused by every layer, forward and backward: the result is cached
     by the boundaries' values.
 
     Raises:
-        ValueError: S does not suit the layout, or documents do not end at S.
+        ValueError: S does not suit the layout, the layout has no windows, or documents do not end
+            at S.
     """
     layout.check(seq_len, world_size)
     if documents is not None and documents.seq_len != seq_len:
         raise ValueError(
             f"documents end at {documents.seq_len}, but the sequence has {seq_len} tokens"
         )
-    key_ranks = [(rank - step) % world_size for step in range(world_size)]
+    if window is not None and window >= seq_len:
+        window = None
+    steps = _steps(layout, seq_len, world_size, window)
+    key_ranks = [(rank - step) % world_size for step in range(steps)]
     return tuple(
         Tile(
             layout,
@@ -80,14 +94,34 @@ def tiles_of_rank(
             world_size,
             rank,
             key_rank,
-            _passes(layout, seq_len, world_size, rank, key_rank, documents),
+            window,
+            _passes(layout, seq_len, world_size, rank, key_rank, documents, window),
         )
         for key_rank in key_ranks
     )
 
 
+@lru_cache(maxsize=64)
+def _steps(layout: Layout, seq_len: int, world_size: int, window: int | None) -> int:
+    """Ring steps in which some rank sees a key, were all of them one document."""
+    if window is None:
+        return world_size
+    return 1 + max(
+        step
+        for step in range(world_size)
+        for p in range(world_size)
+        if _passes(layout, seq_len, world_size, p, (p - step) % world_size, None, window)
+    )
+
+
 def _passes(
-    layout: Layout, seq_len: int, world_size: int, p: int, r: int, documents: Documents | None
+    layout: Layout,
+    seq_len: int,
+    world_size: int,
+    p: int,
+    r: int,
+    documents: Documents | None,
+    window: int | None,
 ) -> tuple[Pass, ...]:
     if documents is None:
         row, start, end = (np.array([x], dtype=np.int64) for x in (0, 0, seq_len))
@@ -100,7 +134,11 @@ def _passes(
         return layout.count_before(position, seq_len, world_size, rank)
 
     q0, q1, k0 = count(start, p), count(end, p), count(start, r)
-    if r == p:
+    if window is not None:
+        queries, keys = (layout.runs(seq_len, world_size, rank) for rank in (p, r))
+        segments = Segments(row, q0, q1, k0)
+        passes = window_passes(segments, count(end, r), queries, keys, window)
+    elif r == p:
         passes = [pass_of(Mask.CAUSAL, row, q0, q1 - q0, k0, q1 - q0)]
     else:
         passes = layout.passes(Segments(row, q0, q1, k0), seq_len, world_size, p, r)

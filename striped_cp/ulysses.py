@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import overload
 
 import torch
 from torch import Tensor
 
 from .algorithm import attention_backward, attention_forward
 from .kernels.base import BackwardInputs, Inputs, TileAttention
-from .merge import accumulation_dtype
+from .merge import accumulation_dtype, sink_gradients
 from .ring import Ring
 from .tiles import Tile
 
@@ -38,6 +39,7 @@ def forward(
     ring: Ring,
     scale: float,
     rotate_method: str,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`attention_forward` of a ring of R whose ranks share their heads over `axis`.
 
@@ -45,13 +47,20 @@ def forward(
         x: query (B, H, n, D), n = S/P; key and value (B, Hkv, n, D).
         axis: the U ranks; only its all_to_all is used.
         tiles: of the ring of R.
+        sinks: (H,), of all heads.
 
     Returns:
         out (B, H, n, D), and lse of the rank's part of the heads, (B, H/U, U n).
     """
     query, key, value = _to_heads(axis, _with_shared_heads(axis, x))
     out, lse = attention_forward(
-        Inputs(query, key, value), tiles, kernel, ring, scale, rotate_method
+        Inputs(query, key, value),
+        tiles,
+        kernel,
+        ring,
+        scale,
+        rotate_method,
+        _own_heads(axis, sinks),
     )
     (out,) = _to_sequence(axis, (out,))
     return out, lse
@@ -65,8 +74,12 @@ def backward(
     ring: Ring,
     scale: float,
     rotate_method: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `forward` with respect to query, key and value."""
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of `forward` with respect to query, key, value and sinks.
+
+    That of the sinks, (H,), is the rank's share: it counts its rows, and 1/U of the heads.
+    """
     kv_heads = x.key.shape[1]
     query, key, value, out, grad_out = _to_heads(
         axis, (*_with_shared_heads(axis, Inputs(*x[:3])), x.out, x.grad_out)
@@ -74,7 +87,21 @@ def backward(
     held = BackwardInputs(query, key, value, out, x.lse, grad_out)
     grads = attention_backward(held, tiles, kernel, ring, scale, rotate_method)
     dq, dk, dv = _to_sequence(axis, grads)
-    return dq, _sum_copies(dk, kv_heads), _sum_copies(dv, kv_heads)
+    dsinks = None
+    if sinks is not None:
+        dsinks = torch.zeros_like(sinks)
+        own = sink_gradients(_own_heads(axis, sinks), out, x.lse, grad_out)
+        _own_heads(axis, dsinks).copy_(own)
+    return dq, _sum_copies(dk, kv_heads), _sum_copies(dv, kv_heads), dsinks
+
+
+@overload
+def _own_heads(axis: Ring, sinks: Tensor) -> Tensor: ...
+@overload
+def _own_heads(axis: Ring, sinks: None) -> None: ...
+def _own_heads(axis: Ring, sinks: Tensor | None) -> Tensor | None:
+    """(H/U,) of (H,): those of the heads that this rank has after the exchange."""
+    return None if sinks is None else sinks.chunk(axis.world_size)[axis.rank]
 
 
 def _with_shared_heads(axis: Ring, x: Inputs) -> Inputs:

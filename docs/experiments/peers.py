@@ -8,7 +8,7 @@ Causal attention, 8 heads, 2 KV heads, D = 64, forward and backward:
 - this project's layouts;
 - torch's ring for its head-tail layout (`torch.distributed.tensor.experimental`), called directly
   with the CPU operators: its public entry, context_parallel, has none for CPUs;
-- ring-attention-pytorch, if it is installed;
+- ring-attention-pytorch, if it is installed, in float32: its backward pass on a CPU takes no other;
 - torch's SDPA on the whole sequence: one rank with one thread, both ranks at once with one thread
   each, and one rank with two threads.
 
@@ -160,7 +160,7 @@ CONTESTANTS: dict[str, Contestant] = {
     "SDPA, one thread, twice": Whole(1, P),
     "SDPA, two threads": Whole(2, 1),
 }
-if importlib.util.find_spec("ring_attention_pytorch"):
+if options.dtype == "float32" and importlib.util.find_spec("ring_attention_pytorch"):
     CONTESTANTS["ring-attention-pytorch"] = RingAttentionPytorch()
 
 

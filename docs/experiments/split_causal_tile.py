@@ -16,12 +16,12 @@ from striped_cp import Contiguous
 from striped_cp.blocks import Mask, Pass
 from striped_cp.kernels import KERNELS
 from striped_cp.kernels.base import BackwardInputs, Inputs
-from striped_cp.merge import OutputAccumulator, accumulate_
+from striped_cp.merge import GradientAccumulator, OutputAccumulator
 from striped_cp.tiles import Tile
 
 
 def tile(*passes):
-    return Tile(Contiguous(), None, 0, 1, 0, 0, passes)
+    return Tile(Contiguous(), None, 0, 1, 0, 0, None, passes)
 
 
 def split(rows, side):
@@ -37,17 +37,17 @@ def attend(q, k, v, grad, passes, kernel=KERNELS["cpu"], scale=0.1):
     started = thread_time()
     total = OutputAccumulator(q)
     # The causal squares cover every row once and are written; full squares are merged.
-    for step, blocks in enumerate(passes):
+    for blocks in passes:
         for part in kernel.forward(Inputs(q, k, v), tile(blocks), scale):
-            total.merge(part) if step else total.write(part)
+            total.add(part)
     out, lse = total.out, total.lse
-    sums = [torch.empty_like(x) for x in (q, k, v)]
-    for step, blocks in enumerate(passes):
+    sums = [GradientAccumulator(torch.empty_like(x), empty=True) for x in (q, k, v)]
+    for blocks in passes:
         for part in kernel.backward(BackwardInputs(q, k, v, out, lse, grad), tile(blocks), scale):
             regions = part.queries, part.keys, part.keys
             for sum_, region, x in zip(sums, regions, (part.dq, part.dk, part.dv), strict=True):
-                accumulate_(sum_, region, x, first=step == 0)
-    return thread_time() - started, out, *sums
+                sum_.add(region, x)
+    return thread_time() - started, out, *(sum_.total for sum_ in sums)
 
 
 torch.set_num_threads(1)

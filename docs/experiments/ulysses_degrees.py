@@ -1,6 +1,6 @@
 """How many ranks should share heads? The planner's table, 8B and 70B on H100s.
 
-    python docs/experiments/ulysses_degrees.py
+    PYTHONPATH=. python docs/experiments/ulysses_degrees.py
 
 Tokens/s/GPU of one sequence over all GPUs (cp = GPUs, tp 1), full activation checkpointing that
 keeps attention's output, FlashAttention-2, by the ranks of a node that share heads: one document of

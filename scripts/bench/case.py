@@ -11,6 +11,7 @@ from torch import Tensor
 
 from striped_cp import Documents, Layout
 from striped_cp.kernels import Kernel, Request, choose_kernel
+from striped_cp.tiles import Tile, tiles_of_rank
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -23,6 +24,7 @@ class Case:
         ulysses: of the ranks, those that share heads.
         documents: lengths in tokens that sum to `seq_len`, the same in every batch row; None: one
             document.
+        window: tokens that a token sees, itself included; None: all before it.
     """
 
     device: str
@@ -37,6 +39,7 @@ class Case:
     kernel: str
     rotate_method: str
     ulysses: int = 1
+    window: int | None = None
 
     def __post_init__(self) -> None:
         if self.world_size % self.ulysses or self.heads % self.ulysses:
@@ -62,6 +65,11 @@ class Case:
         self.chosen_kernel()
         for layout in layouts:
             layout.check(self.seq_len, self.world_size, self.ulysses)
+            self.tiles(layout, self.world_size // self.ulysses, 0)
+
+    def tiles(self, layout: Layout, ring_size: int, ring_rank: int) -> tuple[Tile, ...]:
+        packed = self.packed()
+        return tiles_of_rank(layout, self.seq_len, ring_size, ring_rank, packed, self.window)
 
     def packed(self) -> Documents | None:
         if self.documents is None:

@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from striped_cp import Layout, ring_attention, ulysses
 from striped_cp.kernels.base import BackwardInputs, Inputs
 from striped_cp.process_group import ProcessGroupRing
-from striped_cp.tiles import tiles_of_rank
 
 from .case import Case
 from .measure import Samples, Timing, Yardsticks, one_thread, peak_memory, wall_clock
@@ -85,6 +84,7 @@ def _measure_rank(case: Case, layouts: dict[str, Layout], repeats: int) -> Sampl
             documents=case.packed(),
             rotate_method=case.rotate_method,  # type: ignore[arg-type]
             kernel=case.kernel,
+            window=case.window,
         )
         forward = now()
         torch.autograd.grad(out, (query, key, value), tensors[3])
@@ -115,7 +115,7 @@ def _peak(case: Case, layout: Layout, mesh: DeviceMesh, tensors: Sequence[Tensor
     """Bytes of the largest rank, with a ring of its own so that its receive buffers count."""
     ring, axis = (ProcessGroupRing(mesh.get_group(dim)) for dim in range(2))
     query, key, value, grad_out = tensors
-    tiles = tiles_of_rank(layout, case.seq_len, ring.world_size, ring.rank, case.packed())
+    tiles = case.tiles(layout, ring.world_size, ring.rank)
     how = axis, tiles, case.chosen_kernel(), ring, case.scale, case.rotate_method
 
     def run() -> None:

@@ -153,9 +153,11 @@ def correctness(sizes: Sizes) -> Iterator[Row]:
                 continue
             for layout in ("striped", "headtail", "striped:16"):
                 yield _errors(sizes, kernel, layout, packed)
+            for layout in ("striped", "contiguous"):
+                yield _errors(sizes, kernel, layout, packed, window=sizes.checked_rows)
 
 
-def _errors(sizes: Sizes, kernel: str, layout: str, packed: bool) -> Row:
+def _errors(sizes: Sizes, kernel: str, layout: str, packed: bool, window: int | None = None) -> Row:
     errors = kernel_errors(
         KERNELS[kernel],
         sizes.request(packed),
@@ -165,10 +167,12 @@ def _errors(sizes: Sizes, kernel: str, layout: str, packed: bool) -> Row:
         kv_heads=sizes.kv_heads,
         rows=sizes.checked_rows,
         world_size=4,
+        window=window,
     )
     # Not "any too large": a NaN must fail.
     ok = all(error <= TOLERANCE[DTYPES[sizes.dtype]] for error in errors.values())
-    return {"kernel": kernel, "layout": layout, "packed": packed, "errors": errors, "ok": ok}
+    case = {"kernel": kernel, "layout": layout, "packed": packed, "window": window}
+    return {**case, "errors": errors, "ok": ok}
 
 
 def rates(sizes: Sizes) -> Iterator[Row]:

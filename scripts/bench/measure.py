@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from striped_cp import Contiguous
-from striped_cp.kernels.base import BackwardInputs, Inputs
+from striped_cp.kernels.base import BackwardInputs, Inputs, Partial
+from striped_cp.merge import OutputAccumulator
 from striped_cp.tiles import Tile, tiles_of_rank
 
 from .case import Case
@@ -92,13 +93,13 @@ class Yardsticks:
         self.case, self.now = case, now
         self.kernel = case.chosen_kernel()
         self.tensors = case.tensors(case.seq_len)
-        self.sequence = tiles_of_rank(Contiguous(), case.seq_len, 1, 0, case.packed())[0]
+        self.sequence = case.tiles(Contiguous(), 1, 0)[0]
         # In a contiguous ring of two, rank 1 sees itself causally and rank 0 fully.
         self.rows = case.seq_len // case.world_size
         self.causal, self.full = tiles_of_rank(Contiguous(), 2 * self.rows, 2, 1)
 
     def ideal(self) -> Timing:
-        """The whole sequence, with the case's documents, on one device; divided by P."""
+        """The whole sequence, with the case's documents and window, on one device; divided by P."""
         forward, backward = self._time(self.tensors, self.sequence)
         return Timing(forward / self.case.world_size, backward / self.case.world_size)
 
@@ -123,14 +124,12 @@ class Yardsticks:
         return Timing(forward, now() - started)
 
 
-def _assembled(query: Tensor, partials: list) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a tile whose partial results have no row in common."""
-    out = torch.empty_like(query)
-    lse = query.new_empty(query.shape[:3], dtype=partials[0].lse.dtype)
+def _assembled(query: Tensor, partials: list[Partial]) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a tile from its partial results."""
+    total = OutputAccumulator(query)
     for partial in partials:
-        partial.queries.of(out).copy_(partial.out)
-        partial.queries.of(lse).copy_(partial.lse)
-    return out, lse
+        total.add(partial)
+    return total.out.to(query.dtype), total.lse
 
 
 def _directly(measured: Callable[[], Timing]) -> Timing:

@@ -8,8 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from striped_cp.layout import layout_from_spec
+
 from .case import Case
 from .measure import Samples, median, spread
+from .pairs import computed_over_visible
 
 Row = dict[str, Any]
 
@@ -19,13 +22,15 @@ def rows_of(case: Case, mode: str, samples: Samples) -> list[Row]:
 
     kernel_limit: the largest speedup of stripes over the contiguous ring that the kernel allows for
     one document, (c + P - 1) / (P c), c the time of a causal tile over that of a full one.
+    pairs_over_visible: pairs of tokens that the kernel computes, over those that see each other.
     """
     ideal = median(samples.ideal).total
     alone = median(samples.alone).total if samples.alone else None
     causal, full = median(samples.causal).total, median(samples.full).total
     c = causal / full
     size = case.world_size
-    limit = None if case.documents or case.ulysses > 1 else (c + size - 1) / (size * c)
+    other = case.documents or case.window or case.ulysses > 1
+    limit = None if other else (c + size - 1) / (size * c)
     contiguous = samples.rings.get("contiguous")
     rows = []
     for name, timings in samples.rings.items():
@@ -39,6 +44,8 @@ def rows_of(case: Case, mode: str, samples: Samples) -> list[Row]:
                 "ulysses": case.ulysses,
                 "seq_len": case.seq_len,
                 "documents": None if case.documents is None else list(case.documents),
+                "window": case.window,
+                "pairs_over_visible": computed_over_visible(case, layout_from_spec(name)),
                 "forward_s": forward,
                 "backward_s": backward,
                 "total_s": total,
@@ -75,8 +82,20 @@ def write_json(path: Path, rows: Sequence[Row]) -> None:
 
 def table(rows: Sequence[Row]) -> str:
     """Rows for people: times in ms, ratios, peak memory of a rank in MiB."""
-    header = ["layout", "P", "U", "S", "docs", "forward", "backward", "total", "+-", "ideal"]
-    header += ["alone", "efficiency", "speedup", "limit", "MiB"]
+    header = [
+        "layout",
+        "P",
+        "U",
+        "S",
+        "docs",
+        "window",
+        "forward",
+        "backward",
+        "total",
+        "+-",
+        "ideal",
+    ]
+    header += ["alone", "efficiency", "speedup", "limit", "pairs", "MiB"]
     cells = [header]
     for row in rows:
         cells.append(
@@ -86,6 +105,7 @@ def table(rows: Sequence[Row]) -> str:
                 str(row["ulysses"]),
                 str(row["seq_len"]),
                 str(len(row["documents"] or [1])),
+                str(row["window"] or "-"),
                 *(f"{1000 * row[key]:.1f}" for key in ("forward_s", "backward_s", "total_s")),
                 f"{row['total_spread'] / 2:.1%}",
                 f"{1000 * row['ideal_s']:.1f}",
@@ -93,6 +113,7 @@ def table(rows: Sequence[Row]) -> str:
                 f"{row['efficiency']:.3f}",
                 _ratio(row["speedup_vs_contiguous"]),
                 _ratio(row["kernel_limit"]),
+                _ratio(row["pairs_over_visible"]),
                 f"{row['peak_bytes'] / 2**20:.1f}",
             ]
         )

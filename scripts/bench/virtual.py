@@ -16,7 +16,7 @@ from torch import Tensor
 from striped_cp import Layout, ulysses
 from striped_cp.kernels.base import BackwardInputs, Inputs, Partial, PartialGradients, TileAttention
 from striped_cp.ring import Pending, Ring
-from striped_cp.tiles import Tile, tiles_of_rank
+from striped_cp.tiles import Tile
 
 from .case import Case
 from .measure import Samples, Timing, Yardsticks, device_clock, one_thread, peak_memory
@@ -76,7 +76,9 @@ class ClockRing(Ring):
         super().__init__(rank, world_size)
         self.clock = clock
 
-    def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor]) -> Pending:
+    def shift(
+        self, send: Sequence[Tensor], receive: Sequence[Tensor], distance: int = 1
+    ) -> Pending:
         with self.clock.paused():
             for sent, received in zip(send, receive, strict=True):
                 received.copy_(sent)
@@ -106,7 +108,7 @@ class VirtualRank:
         self.clock = StepClock(case.device)
         ring_rank, part = divmod(rank, case.ulysses)
         ring_size = case.world_size // case.ulysses
-        self.tiles = tiles_of_rank(layout, case.seq_len, ring_size, ring_rank, case.packed())
+        self.tiles = case.tiles(layout, ring_size, ring_rank)
         self.kernel = ClockKernel(case.chosen_kernel(), self.clock)
         self.ring = ClockRing(ring_rank, ring_size, self.clock)
         self.axis = ClockRing(part, case.ulysses, self.clock)

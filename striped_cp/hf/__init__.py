@@ -1,4 +1,4 @@
-"""Hugging Face models on the ring: any full-attention causal model of transformers, unchanged.
+"""Hugging Face models on the ring: causal models of transformers, unchanged.
 
     model = enable(model, mesh)                                     # once
     loss = model(**shard_batch(input_ids, labels, mesh)).loss      # per batch, this rank's share

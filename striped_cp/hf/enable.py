@@ -44,8 +44,8 @@ def enable(
     are those of the layout, and afterwards that every attention ran on the ring.
 
     Args:
-        model: a causal model with full attention, with or without a head; before FSDP, DDP,
-            compilation or PEFT wrap it.
+        model: a causal model, its attention full or in sliding windows, with sinks or without;
+            before FSDP, DDP, compilation or PEFT wrap it.
         mesh: of the ring, P ranks.
         layout: which rank holds which token, that of `shard_batch`; default token stripes.
         kernel: of `striped_cp.ring_attention`.
@@ -54,8 +54,8 @@ def enable(
         `model`.
 
     Raises:
-        ValueError: the model has windows, sinks, softcap, an encoder or whatever else is not causal
-            full attention; or an unknown layout or kernel.
+        ValueError: the model has softcap, chunks, an encoder or whatever else is not causal
+            attention; or an unknown layout or kernel.
     """
     check_model(model)
     attend = RingAttention(mesh, layout or Striped(), kernel=kernel)

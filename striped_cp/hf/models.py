@@ -10,6 +10,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 # Modules, apart from attention, in which one token sees others.
 _MIXERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)
+_LAYERS = ("full_attention", "sliding_attention")
 # RoPE whose frequencies depend on the highest position in the input, of which ranks see their own.
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
@@ -20,7 +21,7 @@ def attention_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Raise ValueError, in one line, for a model that is not causal full attention throughout."""
+    """Raise ValueError, in one line, for a model with anything but causal attention."""
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model must be a transformers PreTrainedModel, not {type(model)}")
     for reason in _reasons(model):
@@ -40,10 +41,8 @@ def _reasons(model: PreTrainedModel) -> Iterator[str]:
         )
     kinds = getattr(config, "layer_types", None)
     for index, kind in enumerate(kinds or ()):
-        if kind != "full_attention":
-            yield f"layer {index} is {kind}; allowed is full_attention"
-    if kinds is None and getattr(config, "sliding_window", None):
-        yield f"sliding_window = {config.sliding_window}: must be None"
+        if kind not in _LAYERS:
+            yield f"layer {index} is {kind}; allowed are {', '.join(_LAYERS)}"
     for rope_type in _rope_types(getattr(config, "rope_parameters", None) or {}):
         if rope_type in _LENGTH_DEPENDENT_ROPE:
             yield f"rope_type = {rope_type!r}: its frequencies depend on the length of the input"
@@ -60,9 +59,6 @@ def _reasons(model: PreTrainedModel) -> Iterator[str]:
             attention.startswith(f"{name}.") for attention in attentions
         ):
             yield f"{name} has no attention"
-    for name, _ in model.named_parameters():
-        if name.endswith("sinks"):
-            yield f"{name}: attention sinks"
 
 
 def _rope_types(parameters: dict) -> Iterator[str]:

@@ -90,9 +90,9 @@ class Request:
 class TileAttention(Protocol):
     """Attention over one tile, forward and backward: what a ring asks of a kernel.
 
-    `forward` yields partial outputs that the caller merges; on the diagonal tile (query rank = key
-    rank) they cover every query row exactly once. `backward` yields partial gradients that the
-    caller sums.
+    `forward` yields partial outputs that the caller merges, `backward` partial gradients that the
+    caller sums. On the diagonal tile (query rank = key rank) those that come first cover every
+    row of queries and keys exactly once, before others follow: the caller writes them.
     """
 
     def forward(self, x: Inputs, tile: Tile, scale: float) -> Iterator[Partial]: ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..blocks import Pass
 from .base import BackwardInputs, Inputs, Request
 from .dense import DenseKernel
 
@@ -20,23 +21,23 @@ class CpuKernel(DenseKernel):
             return f"it runs on the CPU, the tensors are on {request.device_type!r}"
         return None
 
-    def attend(self, x: Inputs, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def attend(self, x: Inputs, of: Pass, scale: float) -> tuple[Tensor, Tensor]:
         x = x._replace(**_dense_keys(x))
-        return aten._scaled_dot_product_flash_attention_for_cpu(*x, 0.0, causal, scale=scale)
+        return aten._scaled_dot_product_flash_attention_for_cpu(*x, 0.0, of.triangular, scale=scale)
 
     def attend_backward(
-        self, x: BackwardInputs, causal: bool, scale: float
+        self, x: BackwardInputs, of: Pass, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         x = x._replace(**_dense_keys(x))
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            x.grad_out, *x[:5], 0.0, causal, scale=scale
+            x.grad_out, *x[:5], 0.0, of.triangular, scale=scale
         )
 
 
 def _dense_keys(x: Inputs | BackwardInputs) -> dict[str, Tensor]:
     """Keys and values with each head's rows side by side, which this kernel reads faster.
 
-    By 3 to 7 % in bfloat16, 1 to 2 % in float32 (docs/reference/performance.md). FlashAttention and
-    cuDNN on GPUs load blocks of rows into shared memory, whatever their distance.
+    By up to 3 % (docs/reference/performance.md). FlashAttention and cuDNN on GPUs load blocks of
+    rows into shared memory, whatever their distance.
     """
     return {"key": x.key.contiguous(), "value": x.value.contiguous()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..blocks import Pass
 from .base import BackwardInputs, Inputs, Request
 from .dense import DenseKernel, refuse_16_bit_cuda
 from .reference import ReferenceKernel
@@ -30,19 +31,19 @@ class CudnnKernel(DenseKernel):
             )
         return reason
 
-    def attend(self, x: Inputs, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def attend(self, x: Inputs, of: Pass, scale: float) -> tuple[Tensor, Tensor]:
         if x.key.shape[2] == 1:
-            return _ONE_KEY.attend(x, causal, scale)
+            return _ONE_KEY.attend(x, of, scale)
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
-            *x, None, True, 0.0, causal, False, scale=scale
+            *x, None, True, 0.0, of.triangular, False, scale=scale
         )
         return out, lse.view(x.query.shape[:3])  # some versions return (B, H, n, 1)
 
     def attend_backward(
-        self, x: BackwardInputs, causal: bool, scale: float
+        self, x: BackwardInputs, of: Pass, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         if x.key.shape[2] == 1:
-            return _ONE_KEY.attend_backward(x, causal, scale)
+            return _ONE_KEY.attend_backward(x, of, scale)
         # Without dropout the kernel reads no random state.
         philox = torch.zeros((), dtype=torch.int64, device=x.query.device)
         return aten._scaled_dot_product_cudnn_attention_backward(
@@ -57,6 +58,6 @@ class CudnnKernel(DenseKernel):
             x.query.shape[2],
             x.key.shape[2],
             0.0,
-            causal,
+            of.triangular,
             scale=scale,
         )

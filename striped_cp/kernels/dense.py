@@ -9,48 +9,66 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ..blocks import COUNT, K_LEN, K_START, Q_LEN, Q_START, ROW, Mask
+from ..blocks import COUNT, K_LEN, K_START, Q_LEN, Q_START, ROW, Mask, Pass
 from ..tiles import Tile
 from .base import BackwardInputs, Inputs, Partial, PartialGradients, Region, Request
 
 
 class DenseKernel(ABC):
-    """Base of the kernels whose calls take whole blocks; subclasses supply the two calls."""
+    """Base of the kernels whose calls take whole blocks; subclasses supply the two calls.
+
+    Attributes:
+        takes_windows: whether `attend` and `attend_backward` serve passes with a window; if not,
+            they get the same pairs in several passes without one.
+    """
+
+    takes_windows = False
 
     @abstractmethod
-    def attend(self, x: Inputs, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        """(out, lse) of one block; a causal block is square, row i sees keys j <= i."""
+    def attend(self, x: Inputs, of: Pass, scale: float) -> tuple[Tensor, Tensor]:
+        """(out, lse) of one block of a pass.
+
+        If the pass is triangular, the block is square and row i sees keys j <= i: the rows of an
+        anticausal one come in reverse order.
+        """
 
     @abstractmethod
     def attend_backward(
-        self, x: BackwardInputs, causal: bool, scale: float
+        self, x: BackwardInputs, of: Pass, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) of one block."""
 
     def forward(self, x: Inputs, tile: Tile, scale: float) -> Iterator[Partial]:
-        for block in blocks(tile):
+        for block in self._blocks(tile):
             # Calls of their own, here and below: a name in a generator would keep one block's
             # results until the next one's are there.
             yield self._forward_block(x, *block, scale)
 
     def backward(self, x: BackwardInputs, tile: Tile, scale: float) -> Iterator[PartialGradients]:
-        for block in blocks(tile):
+        for block in self._blocks(tile):
             yield self._backward_block(x, *block, scale)
 
+    def _blocks(self, tile: Tile) -> Iterator[tuple[Pass, Region, Region]]:
+        for tile_pass in tile.passes:
+            for plain in (tile_pass,) if self.takes_windows else tile_pass.unwindowed:
+                yield from blocks(plain, packed=tile.documents is not None)
+
     def _forward_block(
-        self, x: Inputs, mask: Mask, rows: Region, cols: Region, scale: float
+        self, x: Inputs, of: Pass, rows: Region, cols: Region, scale: float
     ) -> Partial:
         query, key, value = x
+        mask = of.mask
         out, lse = self.attend(
             Inputs(_take(mask, rows, query), _take(mask, cols, key), _take(mask, cols, value)),
-            mask is not Mask.FULL,
+            of,
             scale,
         )
         return Partial(rows, _give(mask, rows, out), _give(mask, rows, lse))
 
     def _backward_block(
-        self, x: BackwardInputs, mask: Mask, rows: Region, cols: Region, scale: float
+        self, x: BackwardInputs, of: Pass, rows: Region, cols: Region, scale: float
     ) -> PartialGradients:
+        mask = of.mask
         dq, dk, dv = self.attend_backward(
             BackwardInputs(
                 *(
@@ -58,7 +76,7 @@ class DenseKernel(ABC):
                     for name, tensor in x._asdict().items()
                 )
             ),
-            mask is not Mask.FULL,
+            of,
             scale,
         )
         return PartialGradients(
@@ -66,17 +84,16 @@ class DenseKernel(ABC):
         )
 
 
-def blocks(tile: Tile) -> Iterator[tuple[Mask, Region, Region]]:
-    """(mask, query region, key region) of every block of the tile."""
-    for tile_pass in tile.passes:
-        for block in tile_pass.blocks.tolist():
-            row, count = block[ROW], block[COUNT]
-            batch = slice(None) if tile.documents is None else slice(row, row + 1)
-            yield (
-                tile_pass.mask,
-                Region(batch, block[Q_START], block[Q_LEN], count, tile_pass.stride),
-                Region(batch, block[K_START], block[K_LEN], count, tile_pass.stride),
-            )
+def blocks(of: Pass, packed: bool) -> Iterator[tuple[Pass, Region, Region]]:
+    """(the pass, query region, key region) of every block of it."""
+    for block in of.blocks.tolist():
+        row, count = block[ROW], block[COUNT]
+        batch = slice(row, row + 1) if packed else slice(None)
+        yield (
+            of,
+            Region(batch, block[Q_START], block[Q_LEN], count, of.stride),
+            Region(batch, block[K_START], block[K_LEN], count, of.stride),
+        )
 
 
 def _take(mask: Mask, region: Region, x: Tensor) -> Tensor:

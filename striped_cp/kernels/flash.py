@@ -33,6 +33,7 @@ class FlashKernel(DenseKernel):
     """Version 2; or what the user has activated, which then is untried."""
 
     name = "flash"
+    takes_windows = True
     device_type: str | None = "cuda"
     version: str | None = None  # as torch calls it; None: its own
     writes_idle_rows = True
@@ -40,15 +41,17 @@ class FlashKernel(DenseKernel):
     def refuse(self, request: Request) -> str | None:
         return refuse_16_bit_cuda(request, max_head_dim=256)
 
-    def attend(self, x: Inputs, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def attend(self, x: Inputs, of: Pass, scale: float) -> tuple[Tensor, Tensor]:
         q, k, v = (tensor.transpose(1, 2) for tensor in x)
         out, lse, *_ = aten._flash_attention_forward(
-            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale
+            *(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, of.triangular, False),
+            scale=scale,
+            **_window(of),
         )
         return out.transpose(1, 2), lse
 
     def attend_backward(
-        self, x: BackwardInputs, causal: bool, scale: float
+        self, x: BackwardInputs, of: Pass, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, o, g = (y.transpose(1, 2) for y in (*x[:4], x.grad_out))
         grads = aten._flash_attention_backward(
@@ -63,9 +66,10 @@ class FlashKernel(DenseKernel):
             q.shape[1],
             k.shape[1],
             0.0,
-            causal,
+            of.triangular,
             *_no_dropout_state(q),
             scale=scale,
+            **_window(of),
         )
         dq, dk, dv = (x.transpose(1, 2) for x in grads)
         return dq, dk, dv
@@ -79,10 +83,9 @@ class FlashKernel(DenseKernel):
             for call in device_calls(tile_pass, x.query):
                 # Calls of their own, for the reason given in `DenseKernel.forward`.
                 if call.arguments is None:
-                    mask = tile_pass.mask
-                    yield self._forward_block(x, mask, call.queries, call.keys, scale)
+                    yield self._forward_block(x, tile_pass, call.queries, call.keys, scale)
                 else:
-                    yield self._forward_call(x, tile_pass.mask, call, scale)
+                    yield self._forward_call(x, tile_pass, call, scale)
 
     def backward(self, x: BackwardInputs, tile: Tile, scale: float) -> Iterator[PartialGradients]:
         _activate(self.version)
@@ -92,19 +95,18 @@ class FlashKernel(DenseKernel):
         for tile_pass in tile.passes:
             for call in device_calls(tile_pass, x.query):
                 if call.arguments is None:
-                    mask = tile_pass.mask
-                    yield self._backward_block(x, mask, call.queries, call.keys, scale)
+                    yield self._backward_block(x, tile_pass, call.queries, call.keys, scale)
                 else:
-                    yield self._backward_call(x, tile_pass.mask, call, scale)
+                    yield self._backward_call(x, tile_pass, call, scale)
 
-    def _forward_call(self, x: Inputs, mask: Mask, call: DeviceCall, scale: float) -> Partial:
+    def _forward_call(self, x: Inputs, of: Pass, call: DeviceCall, scale: float) -> Partial:
         assert call.arguments is not None
-        reverse = mask is Mask.ANTICAUSAL
+        reverse = of.mask is Mask.ANTICAUSAL
         batch = call.queries.of(x.query).shape[0]
         q = _some(_pack(x.query, call.queries, reverse), call.query_rows)
         k, v = (_some(_pack(y, call.keys, reverse), call.key_rows) for y in (x.key, x.value))
         out, lse, *_ = aten._flash_attention_forward(
-            q, k, v, *call.arguments, 0.0, mask is not Mask.FULL, False, scale=scale
+            *(q, k, v, *call.arguments, 0.0, of.triangular, False), scale=scale, **_window(of)
         )
         del q, k, v
         if not self.writes_idle_rows:
@@ -121,10 +123,10 @@ class FlashKernel(DenseKernel):
         return Partial(call.queries, _unpack(out, batch), lse)
 
     def _backward_call(
-        self, x: BackwardInputs, mask: Mask, call: DeviceCall, scale: float
+        self, x: BackwardInputs, of: Pass, call: DeviceCall, scale: float
     ) -> PartialGradients:
         assert call.arguments is not None
-        reverse = mask is Mask.ANTICAUSAL
+        reverse = of.mask is Mask.ANTICAUSAL
         batch = call.queries.of(x.query).shape[0]
         q, o, g = (
             _some(_pack(y, call.queries, reverse), call.query_rows)
@@ -145,9 +147,10 @@ class FlashKernel(DenseKernel):
             lse.contiguous(),
             *call.arguments,
             0.0,
-            mask is not Mask.FULL,
+            of.triangular,
             *_no_dropout_state(q),
             scale=scale,
+            **_window(of),
         )
         del g, q, k, v, o
         if not self.writes_idle_rows:
@@ -314,6 +317,17 @@ def _among(x: Tensor, rows: Tensor | None, count: int) -> Tensor:
 
 def _unpack(x: Tensor, batch: int) -> Tensor:
     return x.unflatten(0, (batch, -1)).transpose(1, 2)
+
+
+def _window(of: Pass) -> dict[str, int]:
+    """The window arguments: keys that a row sees before its own, and after.
+
+    Causal is aligned to the bottom right of a segment and the window with it: query rows that see
+    nothing, at the beginning of a segment, shift neither.
+    """
+    if of.window is None:
+        return {}
+    return {"window_size_left": of.window - 1, "window_size_right": 0}
 
 
 def _no_dropout_state(q: Tensor) -> tuple[Tensor, Tensor]:

@@ -103,6 +103,9 @@ def tile_block_mask(tile: Tile, device: torch.device) -> BlockMask:
     visible = (k_first <= q_last[:, None]) & (kd_first <= qd_last) & (kd_last >= qd_first)
     one_document = (qd_first == qd_last) & (kd_first == kd_last) & (qd_first == kd_first)
     full = (k_last <= q_first[:, None]) & one_document
+    window = tile.seq_len if tile.window is None else tile.window
+    visible &= q_first[:, None] - k_last < window
+    full &= q_last[:, None] - k_first < window
     # Blocks cut off by the end of the rows go through the mask too.
     whole = last - first == BLOCK - 1
     full &= whole[:, None] & whole
@@ -111,7 +114,8 @@ def tile_block_mask(tile: Tile, device: torch.device) -> BlockMask:
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         row = b if q_doc.shape[0] > 1 else b * 0
-        return (k_pos[k] <= q_pos[q]) & (k_doc[row, k] == q_doc[row, q])
+        distance = q_pos[q] - k_pos[k]
+        return (distance >= 0) & (distance < window) & (k_doc[row, k] == q_doc[row, q])
 
     def ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
         blocks = blocks[:, None].to(device)

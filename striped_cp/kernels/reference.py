@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..blocks import Pass
 from .base import BackwardInputs, Inputs, Request
 from .dense import DenseKernel
 
@@ -20,18 +21,18 @@ class ReferenceKernel(DenseKernel):
     def refuse(self, request: Request) -> str | None:
         return None
 
-    def attend(self, x: Inputs, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        scores = _scores(x.query, x.key, causal, scale)
+    def attend(self, x: Inputs, of: Pass, scale: float) -> tuple[Tensor, Tensor]:
+        scores = _scores(x.query, x.key, of.triangular, scale)
         lse = scores.logsumexp(-1)
         out = (scores - lse.unsqueeze(-1)).exp() @ _per_query_head(x.value, x.query)
         return out.to(x.query.dtype), lse
 
     def attend_backward(
-        self, x: BackwardInputs, causal: bool, scale: float
+        self, x: BackwardInputs, of: Pass, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value, out, lse, grad_out = x
         dtype = lse.dtype
-        probs = (_scores(query, key, causal, scale) - lse.unsqueeze(-1)).exp()
+        probs = (_scores(query, key, of.triangular, scale) - lse.unsqueeze(-1)).exp()
         grad = grad_out.to(dtype)
         delta = (grad * out.to(dtype)).sum(-1, keepdim=True)
         dscores = probs * (grad @ _per_query_head(value, query).transpose(-1, -2) - delta) * scale

@@ -14,10 +14,12 @@ from tests.helpers.hf_ring import (
 from tests.helpers.launch import run_ranks
 
 DENSE = ("llama", "qwen2", "qwen3", "olmo2", "smollm3")
+WINDOWED = ("mistral", "gemma3", "gpt_oss")
 MODES = ("plain", "checkpointed", "fsdp2")
 ALL = [
     *itertools.product(DENSE, (False, True), MODES),
-    *itertools.product(("qwen3_moe", "mixtral"), (False, True), ("plain",)),
+    *itertools.product(("qwen3_moe", "mixtral", "qwen2_moe"), (False, True), ("plain",)),
+    *itertools.product(WINDOWED, (False, True), (*MODES, "compiled")),
     *itertools.product(("llama",), (True,), ("selective", "compiled", "chunked")),
     *itertools.product(("qwen3",), (True,), ("chunked", "fsdp2 chunked")),
 ]
@@ -27,6 +29,10 @@ SAMPLE = [
     ("llama", False, "fsdp2"),
     ("llama", True, "selective"),
     ("qwen3", True, "fsdp2 chunked"),
+    ("qwen3", True, "shared heads"),
+    ("mistral", True, "plain"),
+    ("gemma3", False, "fsdp2"),
+    ("gpt_oss", True, "checkpointed"),
 ]
 
 
@@ -46,9 +52,15 @@ def test_a_sample_equals_one_rank() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("name", [*DENSE, "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("name", [*DENSE, "qwen3_moe", "mixtral", "qwen2_moe", *WINDOWED])
 def test_equals_one_rank(world_size: int, name: str) -> None:
     check(world_size, [case for case in ALL if case[0] == name])
+
+
+@pytest.mark.slow
+def test_shared_heads_beside_a_ring_equal_one_rank() -> None:
+    cases = itertools.product(("llama", "qwen3_moe"), (False, True), ("shared heads",))
+    check(4, list(cases))
 
 
 def test_a_token_changes_no_logit_of_another_document() -> None:

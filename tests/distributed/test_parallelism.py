@@ -147,6 +147,19 @@ def test_layout(name: str, seeded: Seeded, tmp_path) -> None:
     check_layout(name, (), seeded, str(tmp_path))
 
 
+@pytest.mark.slow
+def test_losses_do_not_depend_on_the_ranks_that_share_heads(seeded: Seeded, tmp_path) -> None:
+    seed_folder, _ = seeded(())
+    losses = []
+    for name in ("cp4", "cp4 = 2 x 2", "cp4 = 1 x 4"):
+        ranks, settings = LAYOUTS[name]
+        job = Job(str(tmp_path / name), common(seed_folder) + settings)
+        (shown,) = [x for x in run_ranks(ranks, train, job, timeout=200) if x.scalars]
+        losses.append(shown.losses)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert losses[2] == pytest.approx(losses[0], rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("model", "name"),
     [

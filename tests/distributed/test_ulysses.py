@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from striped_cp import (
@@ -159,12 +161,35 @@ def check_messages() -> None:
     assert recomputed == (forward, forward + backward)
 
 
+def check_order_of_collectives() -> None:
+    """Compiled and sharded blocks: all ranks meet in the same collectives, in the same order.
+
+    Where a compiler moves an all-to-all on one rank past a gather that another has not reached,
+    training hangs.
+    """
+    mesh = mesh_of(2, 2)
+    blocks = nn.ModuleList(Block(mesh) for _ in range(2))
+    for block in blocks:
+        block.compile(fullgraph=True, backend="aot_eager")
+        fully_shard(block, mesh=init_device_mesh("cpu", (4,)))
+    inputs = [x[:, :, :6] for x in random_inputs(1, (4, 2), SEQ_LEN, 8, torch.float32)[:3]]
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        out = sum(block(*inputs).sum() for block in blocks)
+        out.backward()
+    mine = [event.name for event in recorded.events() if event.name.startswith("c10d::")]
+    assert {"c10d::alltoall_base_", "c10d::_allgather_base_"} <= set(mine), mine
+    everyone: list[list[str]] = [[] for _ in range(4)]
+    dist.all_gather_object(everyone, mine)
+    assert everyone == [mine] * 4
+
+
 def check_all() -> None:
     check_parity()
     check_shard_and_unshard()
     check_dtensors()
     check_compiled()
     check_messages()
+    check_order_of_collectives()
 
 
 def test_ring_times_ulysses():

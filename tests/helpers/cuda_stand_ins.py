@@ -1,9 +1,10 @@
 """The CUDA attention operators as their C++ computes, on the CPU.
 
 What makes a wrong call visible: outputs begin as NaN and only the rows that a kernel's grid reaches
-are written, causal is aligned to the bottom right of each segment, rows that see no key get out 0
-and LSE +inf (FlashAttention-2; -inf in 3), a variable-length LSE is (H, rows), and nothing but
-segments is ever read or written (torch 2.13, aten/src/ATen/native/transformers/cuda/flash_attn).
+are written, causal and windows are aligned to the bottom right of each segment, rows that see no
+key get out 0 and LSE +inf (FlashAttention-2; -inf in 3), a variable-length LSE is (H, rows), and
+nothing but segments is ever read or written (torch 2.13,
+aten/src/ATen/native/transformers/cuda/flash_attn).
 """
 
 from __future__ import annotations
@@ -33,21 +34,33 @@ def _nan(x: Tensor) -> Tensor:
     return torch.full_like(x, float("nan"), memory_format=torch.contiguous_format)
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-    """(H, n, m) of q (n, H, D) and k (m, Hkv, D)."""
+def _scores(
+    q: Tensor, k: Tensor, causal: bool, scale: float, window: tuple[int, int] = (-1, -1)
+) -> Tensor:
+    """(H, n, m) of q (n, H, D) and k (m, Hkv, D).
+
+    window: keys seen to the left and right of the diagonal that ends at the bottom right; -1: all.
+    """
     groups = q.shape[1] // k.shape[1]
     scores = scale * q.transpose(0, 1) @ k.repeat_interleave(groups, 1).permute(1, 2, 0)
+    n, m = scores.shape[-2:]
+    left, right = window
     if causal:
-        n, m = scores.shape[-2:]
-        hidden = torch.ones(n, m).triu(m - n + 1).bool()
-        scores = scores.masked_fill(hidden, float("-inf"))
-    return scores
+        right = 0
+    hidden = torch.zeros(n, m).bool()
+    if right >= 0:
+        hidden |= torch.ones(n, m).triu(m - n + right + 1).bool()
+    if left >= 0:
+        hidden |= torch.ones(n, m).tril(m - n - left - 1).bool()
+    return scores.masked_fill(hidden, float("-inf"))
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: tuple[int, int] = (-1, -1)
+) -> tuple[Tensor, Tensor]:
     """out (n, H, D), lse (H, n) with -inf where a row sees nothing."""
     groups = q.shape[1] // k.shape[1]
-    scores = _scores(q, k, causal, scale)
+    scores = _scores(q, k, causal, scale, window)
     if k.shape[0] == 0:
         return torch.zeros_like(q), q.new_full((q.shape[1], q.shape[0]), float("-inf"))
     lse = scores.logsumexp(-1)
@@ -56,13 +69,21 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tupl
 
 
 def _attend_backward(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    window: tuple[int, int] = (-1, -1),
 ) -> tuple[Tensor, Tensor, Tensor]:
     if 0 in (q.shape[0], k.shape[0]):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     groups, kv_heads = q.shape[1] // k.shape[1], k.shape[1]
     kk, vv = (x.repeat_interleave(groups, 1).transpose(0, 1) for x in (k, v))
-    weights = (_scores(q, k, causal, scale) - lse[..., None]).exp()
+    weights = (_scores(q, k, causal, scale, window) - lse[..., None]).exp()
     gg, qq = g.transpose(0, 1), q.transpose(0, 1)
     delta = (gg * o.transpose(0, 1)).sum(-1, keepdim=True)
     ds = weights * (gg @ vv.transpose(1, 2) - delta) * scale
@@ -92,6 +113,19 @@ def _reached(rows: slice, longest: int) -> slice:
     return slice(rows.start, min(rows.stop, rows.start + -(-longest // _GRID) * _GRID))
 
 
+def _checked(causal: bool, window: tuple[int | None, int | None]) -> tuple[int, int]:
+    """The window arguments, as the operator takes them and no other way."""
+    left, right = window
+    if left is None and right is None:
+        return -1, -1
+    # A window to the left of causal attention; the kernel reads -1 as no limit.
+    assert causal
+    assert type(left) is int
+    assert left >= 0
+    assert right == 0
+    return left, right
+
+
 def _forward(
     version: int,
     q: Tensor,
@@ -106,8 +140,11 @@ def _forward(
     debug: bool,
     *,
     scale: float,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
 ) -> tuple[Any, ...]:
     assert not dropout
+    window = _checked(causal, (window_size_left, window_size_right))
     assert not debug
     assert all(x.stride(-1) == 1 for x in (q, k, v))
     out = _nan(q)
@@ -115,14 +152,14 @@ def _forward(
     if cu_q is None or cu_k is None:
         lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), float("nan"))
         for b in range(len(q)):
-            out[b], lse[b] = _attend(q[b], k[b], v[b], causal, scale)
+            out[b], lse[b] = _attend(q[b], k[b], v[b], causal, scale, window)
         return out, lse.masked_fill(lse == float("-inf"), nothing), None, None, None
     assert longest_q > 1  # else the kernel regroups queries, and counts empty segments
     lse = q.new_full((q.shape[1], q.shape[0]), float("nan"))
     for rows, keys in _segments(cu_q, cu_k, q, k):
         assert rows.stop - rows.start <= longest_q
         assert keys.stop - keys.start <= longest_k
-        part, its_lse = _attend(q[rows], k[keys], v[keys], causal, scale)
+        part, its_lse = _attend(q[rows], k[keys], v[keys], causal, scale, window)
         reached = _reached(rows, longest_q)
         count = reached.stop - reached.start
         out[reached], lse[:, reached] = part[:count], its_lse[:, :count]
@@ -147,15 +184,18 @@ def _backward(
     unused: Tensor,
     *,
     scale: float,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     assert not dropout
+    window = _checked(causal, (window_size_left, window_size_right))
     assert lse.is_contiguous()
     assert all(x.stride(-1) == 1 for x in (q, k, v))
     grads = _nan(q), _nan(k), _nan(v)
     if cu_q is None or cu_k is None:
         assert lse.shape == (q.shape[0], q.shape[2], q.shape[1])
         for b in range(len(q)):
-            parts = _attend_backward(g[b], q[b], k[b], v[b], o[b], lse[b], causal, scale)
+            parts = _attend_backward(g[b], q[b], k[b], v[b], o[b], lse[b], causal, scale, window)
             for whole, part in zip(grads, parts, strict=True):
                 whole[b] = part
         return grads
@@ -165,7 +205,7 @@ def _backward(
         if idle and version > 2:
             continue
         parts = _attend_backward(
-            *(g[rows], q[rows], k[keys], v[keys], o[rows], lse[:, rows], causal, scale)
+            *(g[rows], q[rows], k[keys], v[keys], o[rows], lse[:, rows], causal, scale, window)
         )
         for whole, part, of, longest in zip(
             grads, parts, (rows, keys, keys), (longest_q, longest_k, longest_k), strict=True

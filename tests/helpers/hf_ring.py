@@ -30,6 +30,7 @@ _SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
 }
+_ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 CONFIGS: dict[str, Any] = {
     "llama": lambda: tf.LlamaConfig(**_SIZES),
@@ -41,12 +42,38 @@ CONFIGS: dict[str, Any] = {
     "mixtral": lambda: tf.MixtralConfig(
         **_SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
     ),
+    "mistral": lambda: tf.MistralConfig(**_SIZES, sliding_window=9),
+    "gemma3": lambda: tf.Gemma3TextConfig(
+        **_SIZES, head_dim=16, sliding_window=9, layer_types=_ALTERNATING
+    ),
+    "gpt_oss": lambda: tf.GptOssConfig(
+        **_SIZES,
+        head_dim=16,
+        sliding_window=9,
+        layer_types=_ALTERNATING,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
+    # Its layers are not told of their window, but for the mask.
+    "qwen2_moe": lambda: tf.Qwen2MoeConfig(
+        **_SIZES,
+        **_EXPERTS,
+        shared_expert_intermediate_size=48,
+        use_sliding_window=True,
+        sliding_window=9,
+        max_window_layers=1,
+    ),
 }
 
 
 def make_model(name: str) -> tf.PreTrainedModel:
     torch.manual_seed(0)
-    model = tf.AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="sdpa")
+    alone = "eager" if name == "gpt_oss" else "sdpa"  # which has no sinks
+    model = tf.AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation=alone)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith("sinks"):
+                parameter.normal_()
     return model.float().train()
 
 
@@ -93,7 +120,7 @@ class RingCalls(TorchDispatchMode):
 def prepare(model: tf.PreTrainedModel, mode: str, mesh: Any) -> None:
     """Of an enabled model: "plain", "checkpointed", "selective", "fsdp2", "compiled".
 
-    Also "chunked" and "fsdp2 chunked", which is about the loss.
+    Also "chunked" and "fsdp2 chunked", which is about the loss, and "shared heads", about the mesh.
     """
     if mode == "checkpointed":
         model.gradient_checkpointing_enable()
@@ -113,7 +140,10 @@ def prepare(model: tf.PreTrainedModel, mode: str, mesh: Any) -> None:
 
 def compare(name: str, packed: bool, mode: str) -> dict[str, float]:
     """Relative errors of loss and gradients, and the number of ring calls on this rank."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
+    if mode == "shared heads":
+        mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("cp", "ulysses"))
     model = make_model(name)
     reference = copy.deepcopy(model)
     ids, labels = make_batch()

@@ -48,8 +48,10 @@ class StrictRing(Ring):
         super().__init__(ring.rank, ring.world_size)
         self.ring = ring
 
-    def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor]) -> Pending:
-        return _StrictHop(self.ring.shift(send, receive), send, receive)
+    def shift(
+        self, send: Sequence[Tensor], receive: Sequence[Tensor], distance: int = 1
+    ) -> Pending:
+        return _StrictHop(self.ring.shift(send, receive, distance), send, receive)
 
     def all_gather(self, out: Tensor, x: Tensor) -> Pending:
         return _StrictHop(self.ring.all_gather(out, x), (x,), (out,))
@@ -81,8 +83,13 @@ def run_loopback(
     rotate_method: str = "ring",
     scale: float | None = None,
     ulysses_degree: int = 1,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """(out, dq, dk, dv) of whole sequences (B, H, S, D), computed by P loopback ranks."""
+    """(out, dq, dk, dv) of whole sequences (B, H, S, D), computed by P loopback ranks.
+
+    With sinks also their gradient, the sum of the ranks' shares.
+    """
     query = inputs[0]
     seq_len = query.shape[2]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -93,12 +100,13 @@ def run_loopback(
     def rank_main(everyone: LoopbackRing) -> tuple[Tensor, ...]:
         q, k, v, grad_out = (x[:, :, positions[everyone.rank]] for x in inputs)
         ring, axis = map(StrictRing, everyone.split(ulysses_degree))
-        tiles = tiles_of_rank(layout, seq_len, ring.world_size, ring.rank, documents)
-        options = (axis, tiles, KERNELS[kernel], ring, scale, rotate_method)
+        tiles = tiles_of_rank(layout, seq_len, ring.world_size, ring.rank, documents, window)
+        options = (axis, tiles, KERNELS[kernel], ring, scale, rotate_method, sinks)
         out, lse = ulysses.forward(Inputs(q, k, v), *options)
         x = BackwardInputs(q, k, v, out, lse, grad_out)
         return out, *ulysses.backward(x, *options)
 
-    by_rank = zip(*loopback(world_size, rank_main), strict=True)
+    *by_rank, shares = zip(*loopback(world_size, rank_main), strict=True)
     order = torch.cat(positions).argsort()
-    return tuple(torch.cat(parts, dim=2)[:, :, order] for parts in by_rank)
+    whole = tuple(torch.cat(parts, dim=2)[:, :, order] for parts in by_rank)
+    return whole if sinks is None else (*whole, torch.stack(shares).sum(0))

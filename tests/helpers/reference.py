@@ -8,10 +8,14 @@ from torch import Tensor
 from striped_cp import Documents
 
 
-def visible_pairs(seq_len: int, documents: Documents | None, batch: int) -> Tensor:
-    """Dense visibility mask (B, S, S): causal, within documents."""
+def visible_pairs(
+    seq_len: int, documents: Documents | None, batch: int, window: int | None = None
+) -> Tensor:
+    """Dense visibility mask (B, S, S): causal, within documents and window."""
     position = torch.arange(seq_len)
-    causal = (position[:, None] >= position).expand(batch, -1, -1)
+    distance = position[:, None] - position
+    seen = (distance >= 0) & (distance < (seq_len if window is None else window))
+    causal = seen.expand(batch, -1, -1)
     if documents is None:
         return causal
     doc = torch.searchsorted(
@@ -26,14 +30,19 @@ def reference_attention(
     value: Tensor,
     documents: Documents | None = None,
     scale: float | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Dense masked attention of whole sequences in float64: (B, H, S, D)."""
     query, key, value = (x.double() for x in (query, key, value))
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    mask = visible_pairs(query.shape[2], documents, query.shape[0]).to(query.device)
+    mask = visible_pairs(query.shape[2], documents, query.shape[0], window).to(query.device)
     scores = (query @ key.transpose(-1, -2) * scale).masked_fill(~mask[:, None], float("-inf"))
+    if sinks is not None:
+        column = sinks.double()[:, None, None].expand(*scores.shape[:3], 1)
+        return torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1] @ value
     return scores.softmax(-1) @ value
 
 
@@ -44,10 +53,13 @@ def reference_gradients(
     grad_out: Tensor,
     documents: Documents | None = None,
     scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(out, dq, dk, dv) of `reference_attention`, float64."""
-    leaves = [x.detach().double().requires_grad_() for x in (query, key, value)]
-    out = reference_attention(*leaves, documents, scale)
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """(out, dq, dk, dv) of `reference_attention`, with sinks also their gradient; float64."""
+    tensors = (query, key, value) if sinks is None else (query, key, value, sinks)
+    leaves = [x.detach().double().requires_grad_() for x in tensors]
+    out = reference_attention(*leaves[:3], documents, scale, window, *leaves[3:])
     return out.detach(), *torch.autograd.grad(out, leaves, grad_out.double())
 
 

@@ -10,11 +10,13 @@ import pytest
 import torch
 from bench.case import Case
 from bench.measure import Samples, Timing, peak_memory
+from bench.pairs import computed_over_visible
 from bench.plot import plot
 from bench.report import rows_of, table
 from bench.virtual import VirtualRank, measure
 
 from striped_cp import Contiguous, HeadTail, Striped
+from striped_cp.kernels import KERNELS
 from tests import ROOT
 
 
@@ -70,6 +72,36 @@ def test_a_virtual_rank_times_every_step(rotate_method):
         forward, backward = rank.run()
         assert len(forward) == len(backward) == 4
         assert min(forward + backward) > 0
+
+
+@pytest.mark.parametrize(("layout", "steps"), [(Striped(), 4), (Contiguous(), 2)])
+def test_a_virtual_rank_in_a_window(layout, steps):
+    """Of contiguous ranks only the neighbour's keys are in reach."""
+    rank = VirtualRank(case(world_size=4, window=17), layout, 3)
+    for seconds in rank.run():
+        assert len(seconds) == steps
+    measured = measure(case(world_size=4, window=17), {layout.spec: layout}, repeats=1)
+    (row,) = rows_of(case(world_size=4, window=17), "virtual", measured)
+    assert (row["window"], row["pairs_over_visible"], row["kernel_limit"]) == (17, 1.0, None)
+    assert " 17 " in table([row])
+
+
+def test_block_stripes_have_no_windows():
+    case(world_size=4, window=17).check([Striped()])
+    with pytest.raises(ValueError, match="'striped:4' has no sliding windows"):
+        case(world_size=4, window=17).check([Striped(4)])
+
+
+@pytest.mark.parametrize("documents", [None, (3000, 1096)])
+@pytest.mark.parametrize("window", [None, 1024])
+def test_pairs_computed_over_pairs_visible(monkeypatch, documents, window):
+    """Passes are exact; FlexAttention computes whole blocks of 128 by 128."""
+    of = case(world_size=2, seq_len=4096, documents=documents, window=window)
+    for layout in (Striped(), HeadTail(), Contiguous()):
+        assert computed_over_visible(of, layout) == 1.0
+        with monkeypatch.context() as patch:
+            patch.setattr(Case, "chosen_kernel", lambda self: KERNELS["flex"])
+            assert 1.0 < computed_over_visible(of, layout) < 1.5
 
 
 def test_a_virtual_rank_that_shares_heads():

@@ -45,6 +45,23 @@ def test_gradients_through_autograd():
         check_close(name, x, y)
 
 
+def test_windows_and_sinks_through_autograd():
+    q, k, v, grad_out = random_inputs(2, (4, 2), 12, 8, torch.float64)
+    documents = Documents.from_cu_seqlens([[0, 5, 12], [0, 12]])
+    sinks = torch.linspace(-2, 4, 4).bfloat16()  # of another dtype than the query
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, sinks)]
+    module = RingAttention(None)
+    out = module(
+        *leaves[:3], documents=documents, scale=0.3, window=3, sinks=leaves[3], enable_gqa=True
+    )
+    grads = torch.autograd.grad(out, leaves, grad_out)
+    want = reference_gradients(q, k, v, grad_out, documents, 0.3, 3, sinks)
+    names = ("out", "dq", "dk", "dv", "dsinks")
+    assert grads[3].dtype == torch.bfloat16
+    for name, x, y in zip(names, (out.detach(), *grads), want, strict=True):
+        check_close(name, x, y)
+
+
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
@@ -81,6 +98,14 @@ def test_impossible_options_are_refused():
     for layout in ("striped", Striped, None):
         with pytest.raises(ValueError, match=r"layout = .*must be a Layout"):
             ring_attention(q, k, v, mesh=None, layout=layout)
+    for window in (0, -1, 2.0, True, "3"):
+        with pytest.raises(ValueError, match=r"window = .*: must be None or an integer, at least"):
+            ring_attention(q, k, v, mesh=None, window=window)
+    with pytest.raises(ValueError, match="layout = 'striped:4' has no sliding windows: allowed"):
+        ring_attention(q, k, v, mesh=None, layout=Striped(4), window=3)
+    for sinks in (torch.zeros(2), torch.zeros(4, 1), torch.zeros(4).long()):
+        with pytest.raises(ValueError, match=r"sinks must be a floating-point .* shape \(4,\)"):
+            ring_attention(q, k, v, mesh=None, sinks=sinks)
     with pytest.raises(ValueError, match="documents must be a Documents, not a list"):
         ring_attention(q, k, v, mesh=None, documents=[[0, 12]])
     with pytest.raises(ValueError, match="mesh must be a DeviceMesh or None, not a str"):
@@ -120,9 +145,10 @@ def test_unknown_options_are_refused_when_the_module_is_built():
 def test_custom_op_follows_torchs_rules():
     q, k, v = (x.requires_grad_() for x in qkv())
     documents = torch.tensor([[0, 5, 12], [0, 12, 12]])
-    torch.library.opcheck(
-        ops.ring_attention_op, (q, k, v, documents, "striped:1", "", "", 0.3, "ring", "auto")
-    )
+    arguments = (q, k, v, documents, "striped:1", "", "", 0.3, "ring", "auto")
+    torch.library.opcheck(ops.ring_attention_op, arguments)
+    sinks = torch.randn(4, requires_grad=True)
+    torch.library.opcheck(ops.ring_attention_op, (*arguments, 3, sinks))
 
 
 class Block(nn.Module):

@@ -120,13 +120,15 @@ def test_documents_of_another_length_are_refused():
         tiles_of_rank(Striped(), 16, 2, 0, Documents.from_cu_seqlens([[0, 12]]))
 
 
-def busy_share(layout: Layout, world_size: int, lengths: list[int]) -> float:
+def busy_share(
+    layout: Layout, world_size: int, lengths: list[int], window: int | None = None
+) -> float:
     """sum(work) / (P * sum over steps of the slowest rank)."""
     ends = np.cumsum(lengths).tolist()
     documents = Documents.from_cu_seqlens([[0, *ends]])
     work = np.array(
         [
-            [tile.pairs for tile in tiles_of_rank(layout, ends[-1], world_size, p, documents)]
+            [x.pairs for x in tiles_of_rank(layout, ends[-1], world_size, p, documents, window)]
             for p in range(world_size)
         ]
     )
@@ -166,13 +168,17 @@ def test_balance_of_equal_documents(world_size, length):
     assert busy_share(Striped(), world_size, lengths) > 1 - 1.01 * world_size / length
 
 
-@pytest.mark.parametrize(("world_size", "num_documents"), [(4, 20), (16, 33)])
-def test_balance_of_ragged_documents(world_size, num_documents):
-    """Stripes stay balanced for any packing; layouts of long runs do not."""
+def ragged_lengths(num_documents: int) -> list[int]:
     weights = np.random.default_rng(7).lognormal(sigma=1.5, size=num_documents)
     lengths = np.maximum(1, (weights / weights.sum() * S).astype(int))
     lengths[0] += S - lengths.sum()
-    lengths = lengths.tolist()
+    return lengths.tolist()
+
+
+@pytest.mark.parametrize(("world_size", "num_documents"), [(4, 20), (16, 33)])
+def test_balance_of_ragged_documents(world_size, num_documents):
+    """Stripes stay balanced for any packing; layouts of long runs do not."""
+    lengths = ragged_lengths(num_documents)
     assert busy_share(Striped(), world_size, lengths) > 0.998
     assert busy_share(Striped(128), world_size, lengths) > 0.9
     assert busy_share(HeadTail(), world_size, lengths) < 0.7

@@ -8,7 +8,7 @@ import torch
 import transformers as tf
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from striped_cp import Contiguous
+from striped_cp import Contiguous, Striped
 from striped_cp.hf import chunked_loss, disable, enable, shard_batch
 from tests.helpers.hf_ring import DOCUMENTS, make_batch, make_model, one_rank
 
@@ -33,15 +33,10 @@ SIZES: dict[str, Any] = {
     "head_dim": 16,
 }
 MIXTRAL = {**SIZES, "num_local_experts": 2}
+LLAMA4 = {**SIZES, "num_local_experts": 2, "layer_types": ["chunked_attention"] * 2}
 LINEAR = {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "num_experts": 2}
 REFUSED = {
-    "window": (tf.MistralConfig(**SIZES, sliding_window=8), "sliding_window = 8: must be None"),
-    "window of Mixtral": (tf.MixtralConfig(**MIXTRAL, sliding_window=8), "sliding_window = 8"),
-    "window of some layers": (tf.Gemma3TextConfig(**SIZES), "layer 0 is sliding_attention"),
-    "sinks": (
-        tf.GptOssConfig(**SIZES, num_local_experts=2, layer_types=["full_attention"] * 2),
-        "self_attn.sinks: attention sinks",
-    ),
+    "chunks": (tf.Llama4TextConfig(**LLAMA4), "layer 0 is chunked_attention; allowed are full_"),
     "softcap": (
         tf.Gemma2Config(**SIZES, layer_types=["full_attention"] * 2),
         "attn_logit_softcapping = 50.0: must be None",
@@ -118,7 +113,7 @@ def test_a_wrong_argument_is_named(name: str, mesh: DeviceMesh) -> None:
 
 def test_a_batch_of_another_layout_is_refused(mesh: DeviceMesh) -> None:
     model = enable(make_model("llama"), mesh)
-    with pytest.raises(ValueError, match="laid out as 'contiguous' on 1 ranks"):
+    with pytest.raises(ValueError, match=r"laid out as 'contiguous' on a mesh \(1,\), the "):
         model(**shard_batch(*make_batch(), mesh, layout=Contiguous()))
 
 
@@ -131,6 +126,33 @@ def test_dropout_is_refused_in_training_alone(mesh: DeviceMesh) -> None:
     model.eval()(**batch)
     with pytest.raises(ValueError, match=r"dropout = 0\.1"):
         model.train()(**batch)
+
+
+def test_a_window_that_its_mask_does_not_have_is_an_error(mesh: DeviceMesh) -> None:
+    """What the layer asks for and what the model masks must be one window."""
+    model = enable(make_model("gemma3"), mesh)
+    batch = shard_batch(*make_batch(), mesh)
+    model(**batch)
+    model.model.layers[1].self_attn.sliding_window = 9  # a layer of full attention
+    with pytest.raises(ValueError, match=r"sliding_window = 9, but the window of its mask is None"):
+        model(**batch)
+    model.model.layers[0].self_attn.sliding_window = 5
+    with pytest.raises(ValueError, match=r"sliding_window = 5, but the window of its mask is 9"):
+        model(**batch)
+
+
+def test_sinks_that_attention_is_not_told_of_are_an_error(mesh: DeviceMesh) -> None:
+    model = make_model("llama")
+    model.model.layers[0].self_attn.sinks = torch.nn.Parameter(torch.zeros(4))
+    enable(model, mesh)
+    with pytest.raises(ValueError, match="LlamaAttention has sinks and hands none to its"):
+        model(**shard_batch(*make_batch(), mesh))
+
+
+def test_block_stripes_have_no_windows(mesh: DeviceMesh) -> None:
+    model = enable(make_model("mistral"), mesh, layout=Striped(8))
+    with pytest.raises(ValueError, match="layout = 'striped:8' has no sliding windows"):
+        model(**shard_batch(*make_batch(), mesh, layout=Striped(8)))
 
 
 def test_a_loss_that_shifts_labels_itself_fails(mesh: DeviceMesh) -> None:

@@ -25,14 +25,16 @@ def _compile_anew():
     torch.compiler.reset()
 
 
-def check_ring(kernel, layout, documents, dtype, heads=(4, 2), head_dim=64):
+def check_ring(kernel, layout, documents, dtype, heads=(4, 2), head_dim=64, **options):
     inputs = tuple(x.cuda() for x in random_inputs(2, heads, SEQ_LEN, head_dim, dtype))
-    got = run_loopback(inputs, layout, WORLD_SIZE, documents, kernel=kernel)
+    got = run_loopback(inputs, layout, WORLD_SIZE, documents, kernel=kernel, **options)
     exact = tuple(x.float() for x in inputs)
-    want = run_loopback(exact, layout, WORLD_SIZE, documents, kernel="reference")
-    for name, x, y in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
+    want = run_loopback(exact, layout, WORLD_SIZE, documents, kernel="reference", **options)
+    for name, x, y in zip(("out", "dq", "dk", "dv"), got, want, strict=False):
         assert x.dtype == dtype
         check_close(name, x, y)
+    for x, y in zip(got[4:], want[4:], strict=True):
+        check_close("dsinks", x, y, dtype)
 
 
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["plain", "packed"])
@@ -51,6 +53,17 @@ def test_cudnn(layout):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: x.spec)
 def test_flex(layout, documents):
     check_ring("flex", layout, documents, torch.bfloat16)
+
+
+@pytest.mark.parametrize("window", [1, 1000, 5000])
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["plain", "packed"])
+@pytest.mark.parametrize("layout", [Striped(), HeadTail(), Contiguous()], ids=lambda x: x.spec)
+@pytest.mark.parametrize("kernel", ["flash", "flex", "cudnn"])
+def test_windows_and_sinks(kernel, layout, documents, window):
+    if kernel == "cudnn" and documents is not None:
+        pytest.skip("cuDNN serves no documents")
+    sinks = torch.tensor([-2.0, 0.0, 1.0, 4.0], device="cuda")
+    check_ring(kernel, layout, documents, torch.bfloat16, window=window, sinks=sinks)
 
 
 def test_flash_with_heads_of_128_and_eight_queries_per_key_head():

@@ -1,6 +1,7 @@
 """Choice and refusals of kernels; the plans of the CUDA kernels, checked by enumeration."""
 
 import gc
+import itertools
 import weakref
 
 import pytest
@@ -14,6 +15,7 @@ from tests.helpers.loopback import random_inputs, run_loopback
 from tests.helpers.reference import check_close, reference_gradients, visible_pairs
 
 LAYOUTS = [Striped(), Striped(4), HeadTail(), Contiguous()]
+WINDOWED = [Striped(), HeadTail(), Contiguous()]
 DOCUMENTS = Documents.from_cu_seqlens([[0, 1, 7, 40, 41, 48], [0, 20, 21, 48]])
 
 
@@ -92,16 +94,20 @@ def test_block_masks_of_past_batches_are_freed():
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: x.spec)
-def test_flex_block_mask(layout, packed):
+@pytest.mark.parametrize(
+    ("layout", "window"),
+    [*((x, None) for x in LAYOUTS), *itertools.product(WINDOWED, (1, 150, 900))],
+    ids=lambda x: getattr(x, "spec", str(x)),
+)
+def test_flex_block_mask(layout, window, packed):
     """Blocks marked full are full, blocks left out are empty, the rest is masked by position."""
     seq_len, world_size = 1200, 3  # 400 rows: three whole blocks of 128 and a part
     cuts = [[0, 1, 130, 700, 1200], [0, 400, 401, 1200]]
     documents = Documents.from_cu_seqlens(cuts) if packed else None
     batch = 2 if packed else 1
-    visible = visible_pairs(seq_len, documents, batch)
+    visible = visible_pairs(seq_len, documents, batch, window)
     for p in range(world_size):
-        for tile in tiles_of_rank(layout, seq_len, world_size, p, documents):
+        for tile in tiles_of_rank(layout, seq_len, world_size, p, documents, window):
             q, k = (layout.positions(seq_len, world_size, r) for r in (p, tile.key_rank))
             want = visible[:, q][:, :, k]
             block_mask = tile_block_mask(tile, torch.device("cpu"))
@@ -146,9 +152,9 @@ def test_flex_backward_formula(monkeypatch):
 
     monkeypatch.setattr(flex, "_attend", dense_attend)
     inputs = random_inputs(2, (4, 2), 48, 8, torch.float64)
-    for layout in LAYOUTS:
-        got = run_loopback(inputs, layout, 4, DOCUMENTS, kernel="flex")
-        want = reference_gradients(*inputs, DOCUMENTS)
+    for layout, window in [*((x, None) for x in LAYOUTS), *itertools.product(WINDOWED, (3, 20))]:
+        got = run_loopback(inputs, layout, 4, DOCUMENTS, kernel="flex", window=window)
+        want = reference_gradients(*inputs, DOCUMENTS, window=window)
         for name, x, y in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
             check_close(name, x, y)
 

@@ -1,12 +1,15 @@
 """The calls of the CUDA kernels, on operators that compute as the C++ does."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from striped_cp import Contiguous, Documents, HeadTail, Striped
 from striped_cp.kernels import KERNELS, cudnn, flash, varlen
+from striped_cp.kernels.base import Inputs
+from striped_cp.tiles import tiles_of_rank
 from tests.helpers.cuda_stand_ins import stand_ins
 from tests.helpers.loopback import random_inputs, run_loopback
 from tests.helpers.own_layout import Snake
@@ -61,6 +64,62 @@ def test_calls_give_the_right_numbers(
         ("out", "dq", "dk", "dv"), got, reference_gradients(*inputs, documents), strict=True
     ):
         check_close(name, x, want)
+
+
+WINDOWED = [Striped(), HeadTail(), Contiguous()]
+
+
+@pytest.mark.parametrize("grid", [128, 4], ids=["one call", "long ones alone"])
+@pytest.mark.parametrize("kernel", ["flash", "fa3", "cudnn"])
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("layout", WINDOWED, ids=lambda x: x.spec)
+def test_windows_give_the_right_numbers(monkeypatch, kernel, grid, layout, packing):
+    cuts = PACKINGS[packing]
+    if (kernel == "cudnn" or grid == 4) and (cuts is None) != (kernel == "cudnn"):
+        pytest.skip("cuDNN serves no documents, and only with them calls are shared")
+    monkeypatch.setattr(varlen, "GRID", grid)
+    operators = stand_ins(3 if kernel == "fa3" else 2)
+    windows = []
+
+    def watched(operator):
+        def call(*args, **options):
+            windows.append(options.get("window_size_left"))
+            return operator(*args, **options)
+
+        return call
+
+    for name in ("_flash_attention_forward", "_flash_attention_backward"):
+        setattr(operators, name, watched(getattr(operators, name)))
+    monkeypatch.setattr(flash, "aten", operators)
+    monkeypatch.setattr(cudnn, "aten", operators)
+    monkeypatch.setattr(flash, "_activate", lambda version: None)
+    documents = None if cuts is None else Documents.from_cu_seqlens(cuts)
+    inputs = random_inputs(2, HEADS["GQA"], SEQ_LEN, 8, torch.float64, 2.0)
+    for world_size, window in itertools.product((1, 2, 3), (1, 2, 5, 16, SEQ_LEN - 1)):
+        got = run_loopback(inputs, layout, world_size, documents, kernel=kernel, window=window)
+        want = reference_gradients(*inputs, documents, window=window)
+        for name, x, y in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
+            check_close(f"P = {world_size}, window {window}: {name}", x, y)
+    assert any(x is not None for x in windows) == (kernel != "cudnn")
+
+
+@pytest.mark.parametrize("window", [8, 9, 33])
+def test_a_windowed_tile_of_token_stripes_is_one_flash_attention_call(monkeypatch, window):
+    calls = []
+
+    def watched(*args, **options):
+        calls.append((args[8], options["window_size_left"], options["window_size_right"]))
+        return stand_ins()._flash_attention_forward(*args, **options)
+
+    monkeypatch.setattr(flash, "aten", SimpleNamespace(_flash_attention_forward=watched))
+    monkeypatch.setattr(flash, "_activate", lambda version: None)
+    q, k, v, _ = random_inputs(2, (4, 2), 32, 8, torch.float64)
+    for documents in (None, Documents.from_cu_seqlens([[0, 3, 128], [0, 1, 2, 128]])):
+        for p, tile in enumerate(tiles_of_rank(Striped(), 128, 4, 3, documents, window)):
+            calls.clear()
+            list(KERNELS["flash"].forward(Inputs(q, k, v), tile, 0.3))
+            # Token i sees i - j = p tokens fewer than in a window of whole steps.
+            assert calls == [(True, (window - 1 - p) // 4, 0)]
 
 
 def test_each_version_of_flash_attention_activates_its_own(monkeypatch):

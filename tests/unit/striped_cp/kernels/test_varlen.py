@@ -1,12 +1,12 @@
 """Variable-length calls by enumeration, and what they launch and allocate."""
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
 
 from striped_cp import Contiguous, Documents, HeadTail, Layout, Striped
-from striped_cp.blocks import Mask
+from striped_cp.blocks import Mask, Pass
 from striped_cp.kernels import varlen
 from striped_cp.kernels.varlen import GRID, Call, calls_of
 from striped_cp.tiles import tiles_of_rank
@@ -17,14 +17,17 @@ LAYOUTS = [Striped(), Striped(3), HeadTail(), Contiguous(), Snake(2)]
 DOCUMENTS = Documents.from_cu_seqlens([[0, 1, 2, 9, 30, 31, 60], [0, 40, 41, 42, 43, 60]])
 
 
-def pairs_of(call: Call, mask: Mask, total: int) -> np.ndarray:
+def pairs_of(call: Call, of: Pass, total: int) -> np.ndarray:
     """How often the kernel computes each pair of packed rows."""
+    mask = of.mask
+    hidden = -total if of.window is None else -of.window  # the diagonal of what a window hides
     pairs = np.zeros((total, total), dtype=int)
     rows, keys = np.arange(*call.queries), np.arange(*call.keys)
     reverse = mask is Mask.ANTICAUSAL
     if call.segments is None:
         square = np.ones((len(rows), len(keys)), dtype=int)
         half = {Mask.CAUSAL: np.tril(square), Mask.ANTICAUSAL: np.triu(square)}
+        half[Mask.CAUSAL] -= np.tril(square, hidden)
         pairs[np.ix_(rows, keys)] = half.get(mask, square)
         return pairs
     if reverse:
@@ -37,8 +40,9 @@ def pairs_of(call: Call, mask: Mask, total: int) -> np.ndarray:
     ends = np.concatenate([np.zeros((1, 2), int), call.segments.cumsum(0)])
     for (q, k), (q_end, k_end) in pairwise(ends.tolist()):
         block = np.ones((q_end - q, k_end - k), dtype=int)
-        if mask is not Mask.FULL:  # causal, aligned to the bottom right
-            block = np.tril(block, (k_end - k) - (q_end - q))
+        if mask is not Mask.FULL:  # causal, aligned to the bottom right, and the window with it
+            diagonal = (k_end - k) - (q_end - q)
+            block = np.tril(block, diagonal) - np.tril(block, diagonal + hidden)
         pairs[np.ix_(rows[q:q_end], keys[k:k_end])] += block
     assert (pairs[rows[call.idle]] == 0).all()
     return pairs
@@ -46,20 +50,32 @@ def pairs_of(call: Call, mask: Mask, total: int) -> np.ndarray:
 
 @pytest.mark.parametrize("grid", [128, 4], ids=["one call", "long ones alone"])
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: x.spec)
+@pytest.mark.parametrize(
+    ("layout", "window"),
+    [
+        *((x, None) for x in LAYOUTS),
+        *product([Striped(), HeadTail(), Contiguous()], (1, 2, 5, 16, 44)),
+    ],
+    ids=lambda x: getattr(x, "spec", str(x)),
+)
 def test_calls_compute_exactly_the_pass(
-    layout: Layout, packed: bool, grid: int, monkeypatch: pytest.MonkeyPatch
+    layout: Layout,
+    window: int | None,
+    packed: bool,
+    grid: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(varlen, "GRID", grid)
     seq_len, world_size, batch = 60, 2, 2
     rows = seq_len // world_size
     documents = DOCUMENTS if packed else Documents.from_cu_seqlens([[0, 60], [0, 60]])
     for p in range(world_size):
-        for tile in tiles_of_rank(layout, seq_len, world_size, p, documents):
+        for tile in tiles_of_rank(layout, seq_len, world_size, p, documents, window):
             for tile_pass in tile.passes:
                 calls = calls_of(tile_pass, batch, rows)
-                found = sum(pairs_of(call, tile_pass.mask, batch * rows) for call in calls)
-                for row, want in enumerate(enumerate_pass(tile_pass, batch, rows)):
+                found = sum(pairs_of(call, tile_pass, batch * rows) for call in calls)
+                wanted = sum(enumerate_pass(x, batch, rows) for x in tile_pass.unwindowed)
+                for row, want in enumerate(wanted):
                     here = slice(row * rows, (row + 1) * rows)
                     assert (found[here, here] == want).all()
                     found[here, here] = 0

@@ -20,7 +20,7 @@ _KNOWN_WARNINGS = {
 }
 
 
-def init_console(config: StripedJobConfig, rank: int, world_size: int) -> None:
+def quieten(config: StripedJobConfig, rank: int, world_size: int) -> None:
     """Let the rank that knows the loss log to the console, and the others only errors.
 
     That is rank 0, or the first rank of the last pipeline stage. As in torchtitan, LOG_RANK names
