@@ -133,8 +133,11 @@ def _unknown_key(key: str, value: object, schema: type) -> InvalidSetting:
     hint = f"unknown key, did you mean {prefix}{close[0]}?" if close else "unknown key"
     if close and section:
         array, _, number = section.rpartition(".")
-        name = f"[[{array}]]" if number.isdecimal() else f"[{section}]"
-        return InvalidSetting(key, value, hint, f"the keys of {name}, see train.py --help")
+        if number.isdecimal():
+            allowed = f"the keys of [[{array}]], see docs/reference/settings.md"
+        else:
+            allowed = f"the keys of [{section}], see train.py --help"
+        return InvalidSetting(key, value, hint, allowed)
     return InvalidSetting(key, value, hint, ", ".join(prefix + n for n in known))
 
 
