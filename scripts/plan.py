@@ -3,6 +3,7 @@
     python scripts/plan.py train_configs/llama3_8b_1m.toml --gpus 8 --gpu h100
     python scripts/plan.py X.toml --gpus 64 --gpu h100 --search --write best.toml
     python scripts/plan.py X.toml --gpus 8 --gpu h100 --layout --documents 98304,32768
+    python scripts/plan.py X.toml --gpus 8 --gpu h100 --data prepared/books
 
 The TOML is read as training reads it; `--section.key value` overrides it likewise.
 docs/reference/planner.md says what is modelled and how far it can be trusted.
@@ -48,6 +49,13 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpu", required=True, help="a100, h100, h100-96, h200, b200 or mi300x")
     parser.add_argument("--network", help="between nodes: eth100, ib200, ib400, efa400 or ib800")
     parser.add_argument("--documents", help="LEN,LEN,...: documents packed into every sequence")
+    parser.add_argument(
+        "--data",
+        metavar="FOLDER",
+        nargs="?",
+        const="",
+        help="prepared documents, packed as the run packs them; without FOLDER those of the TOML",
+    )
     parser.add_argument("--layout", action="store_true", help="compare the layouts of the ring")
     parser.add_argument("--search", action="store_true", help="degrees and levers that fit, ranked")
     parser.add_argument("--write", metavar="X.toml", help="write the best of --search")
@@ -71,19 +79,27 @@ def report(args: argparse.Namespace, overrides: list[str]) -> tuple[str, bool]:
         raise ValueError(f"--gpus {args.gpus}: at least 1")
     if args.write and not args.search:
         raise ValueError("--write: writes the best plan of --search, which is not given")
-    if args.search and (args.layout or args.documents):
-        other = "--layout" if args.layout else "--documents"
+    if args.documents and args.data is not None:
+        raise ValueError("--documents: --data says how long they are; give one of the two")
+    packed = "--documents" if args.documents else "--data" if args.data is not None else None
+    if args.search and (args.layout or packed):
+        other = "--layout" if args.layout else packed
         raise ValueError(f"{other}: --search has no use for it; give one of the two")
     gpu = find_gpu(args.gpu)
     network = find_network_gb_s(args.network or gpu.network)
     config = load_config(["--job.config_file", args.config, *overrides])
-    if args.documents and not config.documents.mask:
+    if packed and not config.documents.mask:
         raise ValueError(
             f"{args.config}: documents.mask = false: attention computes across documents, and "
-            "--documents would change nothing; allowed: documents.mask = true"
+            f"{packed} would change nothing; allowed: documents.mask = true"
         )
     documents = document_lengths(args.documents)
+    about_documents = None
     try:
+        if args.data is not None:
+            from recipes.planner.data import typical_documents
+
+            documents, about_documents = typical_documents(config, args.data)
         if args.search:
             run, sequences = run_to_search(config, args.gpus, gpu)
         else:
@@ -119,7 +135,7 @@ def report(args: argparse.Namespace, overrides: list[str]) -> tuple[str, bool]:
     if args.json:
         return json.dumps(text.plan_table(plan)), plan.fits
     advice = text.exposed_ring_text(plan, network), text.later_kernel_text(plan, network)
-    return "\n".join([text.plan_text(plan), *filter(None, advice)]), plan.fits
+    return "\n".join([text.plan_text(plan), *filter(None, (*advice, about_documents))]), plan.fits
 
 
 def document_lengths(text: str | None) -> tuple[int, ...]:

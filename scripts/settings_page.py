@@ -20,8 +20,9 @@ HEADING = """# Settings
 
 Written by `python scripts/settings_page.py` from the schema, torchtitan 0.2.2's and that of
 recipes/config/schema.py; a test compares. `--section.key value` on the command line overrides the
-TOML; switches are `--section.key` and `--section.no_key`, lists of names have commas. What settings
-cannot go with each other stands in [parallelism](parallelism.md) and [memory](memory.md).
+TOML; switches are `--section.key` and `--section.no_key`, lists of names have commas; tables in
+[[ ]] stand in a file only. What settings cannot go with each other stands in
+[parallelism](parallelism.md) and [memory](memory.md).
 """
 
 
@@ -29,11 +30,16 @@ def page() -> str:
     from recipes.config.schema import StripedJobConfig
 
     tables = list(_sections(StripedJobConfig, ""))
-    return HEADING + "".join(f"\n## [{name}]\n\n{table}" for name, table in tables)
+    return HEADING + "".join(f"\n## {name}\n\n{table}" for name, table in tables)
 
 
 def _sections(schema: type, prefix: str) -> Iterator[tuple[str, str]]:
-    """(name of a TOML table, its rows), nested ones after the one that has them."""
+    """(heading of a TOML table, its rows), nested ones after the one that has them.
+
+    Args:
+        prefix: of the keys; ends in ".*." for the entries of an array of tables.
+    """
+    from recipes.config.types import entry_of
     from recipes.config.values import allowed_values
 
     meanings, kinds = _meanings(schema), get_type_hints(schema)
@@ -41,6 +47,9 @@ def _sections(schema: type, prefix: str) -> Iterator[tuple[str, str]]:
     for field in fields(schema):
         if is_dataclass(field.type):
             nested.append((field.type, f"{prefix}{field.name}."))
+            continue
+        if (entry := entry_of(kinds[field.name])) is not None:
+            nested.append((entry, f"{prefix}{field.name}.*."))
             continue
         cells = (
             f"`{field.name}`",
@@ -52,7 +61,9 @@ def _sections(schema: type, prefix: str) -> Iterator[tuple[str, str]]:
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     if rows:
         head = "| key | type | default | allowed | meaning |\n|---|---|---|---|---|\n"
-        yield prefix.rstrip("."), head + "\n".join(rows) + "\n"
+        name = prefix.rstrip(".")
+        array = name.removesuffix(".*")
+        yield f"[{name}]" if array == name else f"[[{array}]]", head + "\n".join(rows) + "\n"
     for kind, name in nested:
         assert isinstance(kind, type)
         yield from _sections(kind, name)

@@ -13,10 +13,10 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from recipes.config.schema import StripedJobConfig
-from recipes.config.types import CannotRun, InvalidSetting, check_options, check_table
+from recipes.config.types import CannotRun, InvalidSetting, check_options, check_table, entry_of
 from recipes.titan import ConfigManager
 
 if sys.version_info >= (3, 11):
@@ -88,6 +88,15 @@ class _Manager(ConfigManager):
         import it would run code that a recipe names."""
         return StripedJobConfig
 
+    def _dict_to_dataclass(self, cls: type, data: dict[str, Any]) -> Any:
+        """Also of arrays of tables, which torchtitan leaves as they are."""
+        entries = {
+            name: [entry(**value) for value in data[name]]
+            for name, kind in get_type_hints(cls).items()
+            if name in data and (entry := entry_of(kind)) is not None
+        }
+        return super()._dict_to_dataclass(cls, {**data, **entries})
+
     def _validate_config(self) -> None:
         pass
 
@@ -152,6 +161,10 @@ def _origin(key: str, path: str | None, table: dict[str, Any], args: Sequence[st
     """Where the user set `key`: the command line, the file, or nowhere."""
     if any(arg.partition("=")[0].replace("-", "_") == f"__{key}" for arg in args):
         return "command line"
+    place: Any = table
     for part in key.split("."):
-        table = table.get(part, {}) if isinstance(table, dict) else {}
-    return path if path and table != {} else f"{path or 'command line'}{_DEFAULT}"
+        if isinstance(place, list) and part.isdecimal():
+            place = place[int(part) - 1]
+        else:
+            place = place.get(part, {}) if isinstance(place, dict) else {}
+    return path if path and place != {} else f"{path or 'command line'}{_DEFAULT}"

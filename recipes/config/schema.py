@@ -7,6 +7,8 @@ a file into it.
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+import tyro
+
 from recipes.config.ranges import (
     AT_LEAST_ONE,
     AT_LEAST_ZERO,
@@ -54,8 +56,39 @@ class DataSource:
 
 
 @dataclass
+class MixtureSource(DataSource):
+    """One source of a mixture."""
+
+    name: str = ""
+    """Of its metrics and in messages. Empty: the last part of its path, or the dataset's name"""
+
+    weight: Annotated[float, POSITIVE] = 1.0
+    """Its share of the tokens, relative to the weights of the other sources"""
+
+    min_tokens: Annotated[int | None, AT_LEAST_ONE] = None
+    """Documents that are shorter are left out; BOS and EOS count"""
+
+    max_tokens: Annotated[int | None, AT_LEAST_ONE] = None
+    """Documents that are longer are left out"""
+
+    seq_len: Annotated[int | None, AT_LEAST_ONE] = None
+    """Documents are cut to so many tokens: short sequences within long ones. Unset: they stay as
+    long as training.seq_len allows"""
+
+    when_used_up: Literal["repeat", "stop"] = "repeat"
+    """Whether a source begins anew at its end, or leaves its share to the others"""
+
+
+@dataclass
 class Training(DataSource, titan.Training):
-    """Training on the documents of a source."""
+    """Training on the documents of a source, or of a mixture of several."""
+
+    # In the file only: the parser's options are one for a key.
+    mixture: Annotated[list[MixtureSource], tyro.conf.Suppress] = field(default_factory=list)
+    """Sources with weights, instead of training.dataset and what goes with it"""
+
+    mixture_packing: Literal["within", "across"] = "within"
+    """Whether a packed sequence has documents of one source of the mixture, or of any"""
 
 
 @dataclass

@@ -38,8 +38,16 @@ def choices(values: Iterable[object]) -> str:
     return ", ".join(toml(value) for value in values)
 
 
+def entry_of(kind: Any) -> type | None:
+    """The schema of the entries where `kind` is an array of tables; None where it is not."""
+    (entry,) = get_args(kind) if get_origin(kind) is list else (None,)
+    return entry if is_dataclass(entry) and isinstance(entry, type) else None
+
+
 def check_table(table: dict[str, Any], schema: type, prefix: str = "") -> dict[str, Any]:
     """Check a TOML table against a dataclass, nested tables included.
+
+    The key of an entry of an array of tables has its number, from 1: training.mixture.2.weight.
 
     Returns:
         The table, with integers made floats where the schema wants floats.
@@ -51,7 +59,13 @@ def check_table(table: dict[str, Any], schema: type, prefix: str = "") -> dict[s
         if name not in known:
             raise _unknown_key(key, value, schema)
         kind = known[name]
-        if is_dataclass(kind):
+        if (entry := entry_of(kind)) is not None:
+            if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
+                raise InvalidSetting(key, value, "wrong type", f"tables [[{key}]]")
+            checked[name] = [
+                check_table(v, entry, f"{key}.{number}.") for number, v in enumerate(value, 1)
+            ]
+        elif is_dataclass(kind):
             assert isinstance(kind, type)
             if not isinstance(value, dict):
                 raise InvalidSetting(key, value, "wrong type", f"a table [{key}]")
@@ -81,6 +95,7 @@ def check_options(args: Sequence[str], schema: type) -> None:
         place: Any = schema
         for depth, section in enumerate(sections):
             kinds = get_type_hints(place)
+            _refuse_entries(".".join(sections[: depth + 1]), value, kinds.get(section))
             if not is_dataclass(kinds.get(section)):
                 raise _unknown_key(".".join(sections[: depth + 1]), value, place)
             place = kinds[section]
@@ -89,6 +104,7 @@ def check_options(args: Sequence[str], schema: type) -> None:
         if switch not in kinds or (switch != key and kinds[switch] is not bool):
             raise _unknown_key(".".join((*sections, key)), value, place)
         kind, full_name = kinds[switch], ".".join((*sections, switch))
+        _refuse_entries(full_name, value, kind)
         if equals and kind is bool:
             off = ".".join((*sections, f"no_{switch}"))
             why, allowed = "a switch has no value", f"--{full_name} or --{off}"
@@ -103,6 +119,11 @@ def check_options(args: Sequence[str], schema: type) -> None:
             )
 
 
+def _refuse_entries(key: str, value: object, kind: Any) -> None:
+    if entry_of(kind) is not None:
+        raise InvalidSetting(key, value, "stands in a file only", f"tables [[{key}]] in the TOML")
+
+
 def _unknown_key(key: str, value: object, schema: type) -> InvalidSetting:
     """The error for a key that the schema of its section does not have."""
     section, dot, name = key.rpartition(".")
@@ -111,7 +132,12 @@ def _unknown_key(key: str, value: object, schema: type) -> InvalidSetting:
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"unknown key, did you mean {prefix}{close[0]}?" if close else "unknown key"
     if close and section:
-        return InvalidSetting(key, value, hint, f"the keys of [{section}], see train.py --help")
+        array, _, number = section.rpartition(".")
+        if number.isdecimal():
+            allowed = f"the keys of [[{array}]], see docs/reference/settings.md"
+        else:
+            allowed = f"the keys of [{section}], see train.py --help"
+        return InvalidSetting(key, value, hint, allowed)
     return InvalidSetting(key, value, hint, ", ".join(prefix + n for n in known))
 
 

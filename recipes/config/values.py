@@ -7,11 +7,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import PurePath
-from typing import Any
+from typing import Any, get_type_hints
 
 from recipes.config.ranges import TITAN, Range
 from recipes.config.schema import StripedJobConfig
-from recipes.config.types import InvalidSetting, choices, toml
+from recipes.config.types import InvalidSetting, choices, entry_of, toml
 
 _FOLDERS_IN_DUMP_FOLDER = (
     "checkpoint.folder",
@@ -62,12 +62,16 @@ _ONLY: dict[str, tuple[object, str]] = {
 
 
 def _own(schema: type, prefix: str = "") -> Iterator[tuple[str, Range]]:
-    """(key, range) of the fields that have theirs beside them."""
+    """(key, range) of the fields that have theirs beside them; ".*." for every entry."""
+    kinds = get_type_hints(schema)
     for field in fields(schema):
         if isinstance(field.type, type) and is_dataclass(field.type):
             yield from _own(field.type, f"{prefix}{field.name}.")
+        if (entry := entry_of(kinds[field.name])) is not None:
+            yield from _own(entry, f"{prefix}{field.name}.*.")
         for mark in getattr(field.type, "__metadata__", ()):
-            yield prefix + field.name, mark
+            if isinstance(mark, Range):
+                yield prefix + field.name, mark
 
 
 _RANGES = [(key, mark) for mark, keys in TITAN.items() for key in keys]
@@ -87,9 +91,9 @@ def allowed_values(key: str) -> str:
 
 
 def get(config: object, key: str) -> Any:
-    """Value of a dotted key."""
+    """Value of a dotted key; entries of a list have numbers from 1."""
     for part in key.split("."):
-        config = getattr(config, part)
+        config = config[int(part) - 1] if isinstance(config, list) else getattr(config, part)
     return config
 
 
@@ -99,8 +103,19 @@ def check_values(config: StripedJobConfig) -> None:
     _check_choices(config)
 
 
-def _check_ranges(config: StripedJobConfig) -> None:
+def _each(config: StripedJobConfig) -> Iterator[tuple[str, Range]]:
+    """(key, range) of every value that has a range."""
     for key, mark in _RANGES:
+        array, star, name = key.partition(".*.")
+        if not star:
+            yield key, mark
+            continue
+        for number in range(1, len(get(config, array)) + 1):
+            yield f"{array}.{number}.{name}", mark
+
+
+def _check_ranges(config: StripedJobConfig) -> None:
+    for key, mark in _each(config):
         value = get(config, key)
         finite = not isinstance(value, float) or math.isfinite(value)
         if value is not None and not (finite and mark.fits(value)):

@@ -8,12 +8,16 @@ from typing import Any
 
 import datasets
 
+from recipes.config.mixture import source_name, sources_of
+from recipes.config.schema import MixtureSource
 from recipes.config.types import toml
+from recipes.config.values import get
 from recipes.data.files import digest
 from recipes.data.loader import DocumentLoader
 from recipes.data.records import Record
 from recipes.data.shards import is_shard_folder
 from recipes.data.sources import FileSource, HubSource, PreparedSource, Source
+from recipes.data.streams import Member
 from recipes.data.tokens import tokenizer_identity
 from recipes.titan import DATASETS, logger
 
@@ -21,18 +25,20 @@ SAMPLE = Path(__file__).parents[2] / "assets" / "corpus" / "austen.jsonl.gz"
 
 
 def build_source(config: Any, section: str, tokenizer: Any) -> Source:
-    """The source of documents that a section names. `checks.check_data` has passed.
+    """The source of documents that a section, or an entry of its mixture, names.
+
+    `recipes.preflight.data.check_data` has passed.
 
     Raises:
         ValueError: a prepared folder does not fit the tokenizer, or a dataset cannot be opened.
     """
-    data = getattr(config, section)
+    data = get(config, section)
     name, path = data.dataset, data.dataset_path
     if name == "sample":
         return FileSource(str(SAMPLE), "text")
     if name == "local" and is_shard_folder(path):
         # Validation reads the same documents every time, in the order of the files.
-        seed = config.documents.shuffle_seed if section == "training" else None
+        seed = config.documents.shuffle_seed if section.startswith("training") else None
         return PreparedSource(Path(path), tokenizer_identity(tokenizer), seed)
     if name == "local":
         return FileSource(path, data.text_column)
@@ -62,11 +68,16 @@ def build_source(config: Any, section: str, tokenizer: Any) -> Source:
 
 def tell_of_novels(config: Any, section: str) -> None:
     """Say so where a section measures on the bundled novels and training reads other data."""
-    if getattr(config, section).dataset == "sample" and config.training.dataset != "sample":
-        logger.warning(
-            f'{section}.dataset = "sample", its default: it measures on the bundled novels, while '
-            f"training.dataset = {toml(config.training.dataset)}; name the data to measure on"
-        )
+    if getattr(config, section).dataset != "sample":
+        return
+    for key in sources_of(config, "training"):
+        name = get(config, key).dataset
+        if name != "sample":
+            logger.warning(
+                f'{section}.dataset = "sample", its default: it measures on the bundled novels, '
+                f"while {key}.dataset = {toml(name)}; name the data to measure on"
+            )
+            return
 
 
 def check_documents(source: Source, section: str, dp_degree: int) -> None:
@@ -117,14 +128,17 @@ def _build(
     section: str, dp_degree: int, dp_rank: int, tokenizer: Any, config: Any, infinite: bool
 ) -> DocumentLoader:
     data = getattr(config, section)
-    source = build_source(config, section, tokenizer)
     rows, share = data.local_batch_size, slice(None)
     if section == "validation":
         share = slice(dp_rank * rows, (dp_rank + 1) * rows)
         dp_rank, dp_degree, rows = 0, 1, dp_degree * rows
-    check_documents(source, section, dp_degree)
+    members = []
+    for key in sources_of(config, section):
+        source = build_source(config, key, tokenizer)
+        check_documents(source, key, dp_degree)
+        members.append(member_of(config, key, source, infinite))
     return DocumentLoader(
-        source,
+        members,
         tokenizer,
         dp_rank=dp_rank,
         dp_degree=dp_degree,
@@ -132,8 +146,24 @@ def _build(
         batch_size=rows,
         packing=config.documents.packing,
         mask=config.documents.mask,
-        infinite=infinite,
+        across=getattr(data, "mixture_packing", "within") == "across",
         share=share,
         num_workers=data.dataloader.num_workers,
         prefetch_factor=data.dataloader.prefetch_factor or 2,
+    )
+
+
+def member_of(config: Any, key: str, source: Source, infinite: bool = True) -> Member:
+    """`source` as the section or the entry of a mixture with this key has it read."""
+    data = get(config, key)
+    if not isinstance(data, MixtureSource):
+        return Member(source, repeat=infinite)
+    return Member(
+        source,
+        source_name(config, key),
+        data.weight,
+        min_tokens=data.min_tokens or 1,
+        max_tokens=data.max_tokens,
+        seq_len=data.seq_len,
+        repeat=infinite and data.when_used_up == "repeat",
     )

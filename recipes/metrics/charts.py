@@ -1,6 +1,7 @@
 """How TensorBoard groups the charts: its tab "Custom Scalars", measured beside planned."""
 
 import re
+from collections.abc import Sequence
 
 # group -> chart -> tags; a tag that ends in "/" stands for all that begin with it.
 _CHARTS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -46,20 +47,27 @@ _CHARTS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 
-def custom_scalars(validation: bool, ring: bool) -> dict[str, dict[str, list]]:
+def custom_scalars(
+    validation: bool, ring: bool, sources: Sequence[str] = ()
+) -> dict[str, dict[str, list]]:
     """The layout as `SummaryWriter.add_custom_scalars` takes it.
 
     Args:
         validation, ring: whether the run has either; without, no chart is empty.
+        sources: names of the sources of a mixture.
     """
     absent = (() if validation else ("validation",)) + (() if ring else ("ring/",))
+    by_source = {
+        f"{what} by source": tuple(f"data/{name}/{what}" for name in sources)
+        for what in ("tokens", "epoch")
+    }
     groups = {
         group: {
             chart: ["Multiline", [_pattern(tag) for tag in shown]]
             for chart, tags in charts.items()
             if (shown := [tag for tag in tags if not tag.startswith(absent)])
         }
-        for group, charts in _CHARTS.items()
+        for group, charts in (_CHARTS | {"Data": _CHARTS["Data"] | by_source}).items()
     }
     return {group: charts for group, charts in groups.items() if charts}
 

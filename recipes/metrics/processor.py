@@ -22,6 +22,7 @@ from torchtitan.components.metrics import (
     _get_metrics_rank,
 )
 
+from recipes.config.mixture import mixture_names
 from recipes.config.schema import StripedJobConfig
 from recipes.metrics.charts import custom_scalars, twins
 from recipes.metrics.flops import Flops
@@ -73,7 +74,9 @@ class StripedMetrics(MetricsProcessor):
         self.tensorboard = self._tensorboard()
         if self.tensorboard is not None:
             ring = job_config.metrics.ring and parallel_dims.cp_enabled
-            self.tensorboard.add_custom_scalars(custom_scalars(job_config.validation.enable, ring))
+            self.tensorboard.add_custom_scalars(
+                custom_scalars(job_config.validation.enable, ring, mixture_names(job_config))
+            )
 
     def should_log(self, step: int) -> bool:
         return super().should_log(step) or step == self.job_config.training.steps

@@ -6,6 +6,7 @@ length would end the run in a collective, or in a time limit that blames nobody.
 
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -23,6 +24,7 @@ from recipes.process.faults import Stop
 _MAY_DIFFER = {
     *("job.config_file", "model.hf_assets_path", "checkpoint.initial_load_path"),
     *("training.dataset_path", "validation.dataset_path", "evaluation.dataset_path"),
+    "training.mixture.dataset_path",
     "metrics.disable_color_printing",  # set by each rank, for its own output
 }
 _ROOT = Path(__file__).parents[2]
@@ -37,7 +39,11 @@ def settings_and_code(config: StripedJobConfig) -> dict[str, str]:
     ):
         code.update(file.read_bytes())
     return {
-        **{key: toml(value) for key, value in table.items() if key not in _MAY_DIFFER},
+        **{
+            key: toml(value)
+            for key, value in table.items()
+            if re.sub(r"\.\d+\.", ".", key) not in _MAY_DIFFER
+        },
         "the code of recipes and striped_cp": code.hexdigest()[:12],
         **{f"the version of {name}": version(name) for name in ("torch", "torchtitan")},
     }
@@ -47,6 +53,8 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in table.items():
         key = f"{prefix}{name}"
+        if isinstance(value, list) and value and isinstance(value[0], Mapping):
+            value = {str(number): entry for number, entry in enumerate(value, 1)}
         flat |= _flat(value, f"{key}.") if isinstance(value, Mapping) else {key: value}
     return flat
 

@@ -193,19 +193,31 @@ def search_text(plans: list[Plan]) -> str:
 def toml_text(table: dict[str, Any], heading: str) -> str:
     """A table of tables as TOML; `heading` becomes its first comment line.
 
-    Values are what a TOML file of this project holds: strings, numbers, booleans and lists.
+    Values are what a TOML file of this project holds: strings, numbers, booleans, lists of them and
+    arrays of tables.
     """
     return f"# {heading}\n" + "".join(_section(table, ""))
 
 
-def _section(table: dict[str, Any], name: str) -> list[str]:
+def _section(table: dict[str, Any], name: str, array: bool = False) -> list[str]:
+    nested = {
+        key: value if isinstance(value, list) else [value]
+        for key, value in table.items()
+        if isinstance(value, dict) or _is_array(value)
+    }
     values = [
         f"{key} = {json.dumps(value, ensure_ascii=False)}\n"
         for key, value in table.items()
-        if not isinstance(value, dict)
+        if key not in nested
     ]
-    lines = [f"\n[{name}]\n", *values] if name and values else values
-    for key, value in table.items():
-        if isinstance(value, dict):
-            lines += _section(value, f"{name}.{key}" if name else key)
+    head = f"\n[[{name}]]\n" if array else f"\n[{name}]\n"
+    lines = [head, *values] if name and (values or array) else values
+    for key, tables in nested.items():
+        for one in tables:
+            lines += _section(one, f"{name}.{key}" if name else key, isinstance(table[key], list))
     return lines
+
+
+def _is_array(value: object) -> bool:
+    """Whether it is an array of tables."""
+    return isinstance(value, list) and bool(value) and all(isinstance(v, dict) for v in value)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from recipes.config.load import read_config
 from recipes.config.schema import StripedJobConfig
 from recipes.preflight.defaults import give_way
+from recipes.preflight.mixture import check_mixture
 
 
 def load_config(
@@ -30,6 +31,7 @@ def load_config(
         if notes is not None:
             notes.extend(changed)
         check_config(config)
+        check_mixture(config, is_set)
         if world_size is not None:
             check_launch(config, world_size)
 

@@ -3,13 +3,19 @@
 import re
 from typing import Any
 
+import numpy as np
+
 from recipes.checkpoint.files import checkpoint_to_load, read_metadata
+from recipes.config.mixture import sources_of
+from recipes.config.schema import MixtureSource
 from recipes.config.types import InvalidSetting
+from recipes.config.values import get
 from recipes.data.dataset import build_source, check_documents
 from recipes.data.files import find_files
 from recipes.data.loader import REMEDY, check_degree
 from recipes.data.records import SUFFIXES
 from recipes.data.shards import is_shard_folder
+from recipes.data.sources import PreparedSource
 from recipes.data.tokens import Tokenizer
 from recipes.titan import DATASETS
 
@@ -25,8 +31,9 @@ def check_data(config: Any, dp_degree: int) -> None:
         InvalidSetting: an unknown dataset, files that are not there, or options that do not apply.
         ValueError: documents, a prepared folder or a checkpoint that do not fit the run.
     """
-    _check_settings(config, "training")
-    _check_documents(config, "training", dp_degree)
+    for key in sources_of(config, "training"):
+        _check_settings(config, key)
+        _check_documents(config, key, dp_degree)
     for section in ("validation", "evaluation"):
         if getattr(config, section).enable:
             _check_settings(config, section)
@@ -35,7 +42,7 @@ def check_data(config: Any, dp_degree: int) -> None:
 
 
 def _check_settings(config: Any, section: str) -> None:
-    data = getattr(config, section)
+    data = get(config, section)
     name, path = data.dataset, data.dataset_path
     if name == "local":
         _check_path(section, path)
@@ -56,16 +63,32 @@ def _check_settings(config: Any, section: str) -> None:
             why = f"dataset is {name!r}"
             raise InvalidSetting(f"{section}.{key}", value, why, "with a Hugging Face dataset")
     seed = config.documents.shuffle_seed
-    if section == "training" and seed is not None and not prepared:
+    if section.startswith("training") and seed is not None and not prepared:
         allowed = "with a folder that scripts/prepare_documents.py wrote"
-        raise InvalidSetting("documents.shuffle_seed", seed, "needs prepared documents", allowed)
+        why = f"needs prepared documents, {section} has others"
+        raise InvalidSetting("documents.shuffle_seed", seed, why, allowed)
 
 
 def _check_documents(config: Any, section: str, dp_degree: int) -> None:
     """Look into the files. The hub's are left to the loader: to open them takes long."""
-    if getattr(config, section).dataset in ("local", "sample"):
+    data = get(config, section)
+    if data.dataset in ("local", "sample"):
         tokenizer = Tokenizer(config.model.hf_assets_path)
-        check_documents(build_source(config, section, tokenizer), section, dp_degree)
+        source = build_source(config, section, tokenizer)
+        check_documents(source, section, dp_degree)
+        if isinstance(data, MixtureSource) and isinstance(source, PreparedSource):
+            _check_lengths(data, section, source.shards.lengths())
+
+
+def _check_lengths(data: MixtureSource, key: str, lengths: np.ndarray) -> None:
+    """That the filter of a mixture leaves something of a prepared folder."""
+    for name, limit, none_left in (
+        ("min_tokens", data.min_tokens, lengths.max() < (data.min_tokens or 0)),
+        ("max_tokens", data.max_tokens, lengths.min() > (data.max_tokens or np.inf)),
+    ):
+        if none_left:
+            allowed = f"what leaves some of its documents of {lengths.min()} to {lengths.max()}"
+            raise InvalidSetting(f"{key}.{name}", limit, "leaves out every document", allowed)
 
 
 def _check_path(section: str, path: str | list[str] | None) -> None:

@@ -26,6 +26,7 @@ from recipes.data.tokens import tokenizer_identity
 from recipes.evaluation.periodic import PeriodicEvaluation
 from recipes.memory.loss import collect_token_losses
 from recipes.metrics.processor import StripedMetrics
+from recipes.metrics.reduce import max_over, sum_over
 from recipes.parallel.agreement import check_agreement, settings_and_code
 from recipes.parallel.ring import give_ring_its_groups
 from recipes.parallel.startup_check import run_startup_check
@@ -48,9 +49,9 @@ class StripedTrainer(Trainer):
         if self.kernel is not None:
             self.metrics_processor.note_kernel(self.kernel)
         data = {"the tokenizer": tokenizer_identity(self.tokenizer)}
-        data["the training data"] = self.dataloader.source.identity
+        data["the training data"] = self.dataloader.identity
         if job_config.validation.enable:
-            data["the validation data"] = self.validator.dataloader.source.identity
+            data["the validation data"] = self.validator.dataloader.identity
         check_agreement(data)
         self.sharder = BatchSharder(job_config, self.parallel_dims)
         self.evaluation: PeriodicEvaluation | None = None
@@ -274,8 +275,21 @@ class StripedTrainer(Trainer):
                 "n_tokens_seen": self.ntokens_seen,
                 "lr": lr,
                 "data/epoch": self.dataloader.epoch,
+                **self._given(),
             },
         )
+
+    def _given(self) -> dict[str, float]:
+        """Tokens and epoch of every source of a mixture; a collective of all ranks."""
+        if not self.job_config.training.mixture:
+            return {}
+        given = self.dataloader.given
+        mesh = self.parallel_dims.get_optional_mesh("batch")
+        tokens, epochs = torch.tensor(list(given.values()), device=self.device).unbind(dim=1)
+        tokens, epochs = sum_over(tokens, mesh), max_over(epochs, mesh)
+        scalars = {f"data/{name}/tokens": n for name, n in zip(given, tokens.tolist(), strict=True)}
+        scalars |= {f"data/{name}/epoch": n for name, n in zip(given, epochs.tolist(), strict=True)}
+        return scalars
 
     def _loss_mesh(self) -> torch.distributed.device_mesh.DeviceMesh | None:
         """The ranks that hold different tokens: data parallel times context parallel."""

@@ -9,6 +9,7 @@ from recipes.preflight import load_config
 from recipes.process.preemption import EXIT_STATUS
 from tests.helpers.faults import Disturbed
 from tests.helpers.hf_models import make_model, save_model
+from tests.helpers.runs import RECIPE, ROOT
 from tests.integration import features
 from tests.integration.features import FEATURES, RANKS, REFUSED, Row
 
@@ -18,6 +19,18 @@ BASE = (
     *("--training.steps", str(STEPS), "--lr_scheduler.warmup_steps", "2", "--debug.seed", "7"),
     *("--metrics.log_freq", "1", "--checkpoint.enable", "--checkpoint.interval", "2"),
 )
+MIXTURE = """
+[[training.mixture]]
+dataset = "local"
+dataset_path = "{jsonl}"
+weight = 2
+
+[[training.mixture]]
+dataset = "local"
+dataset_path = "{prepared}"
+seq_len = 100
+when_used_up = "stop"
+"""
 ROWS = features.covering_rows()
 # A sample for the suite that runs always; what compiles takes minutes.
 SAMPLE = [
@@ -60,7 +73,11 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     jsonl.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     how = Settings([jsonl], "text", "assets/tokenizer", 10_000, skip_bad=False)
     prepare(how, folder / "prepared", 1, lambda _: None)
-    return {"folder": str(folder), "jsonl": str(jsonl), "prepared": str(folder / "prepared")}
+    made = {"folder": str(folder), "jsonl": str(jsonl), "prepared": str(folder / "prepared")}
+    recipe = folder / "mixture.toml"
+    recipe.write_text((ROOT / RECIPE).read_text().replace('dataset = "sample"\n', "", 1) + MIXTURE)
+    recipe.write_text(recipe.read_text().format(**made))
+    return {**made, "mixture": str(recipe)}
 
 
 def run(row: Row, folder: Path, files: dict[str, str], leave: bool = False) -> Disturbed:

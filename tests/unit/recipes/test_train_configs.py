@@ -18,6 +18,8 @@ from torchtitan.distributed import ParallelDims
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from recipes.checkpoint import files as checkpoint_files
+from recipes.config.mixture import sources_of
+from recipes.config.values import get
 from recipes.memory import offload
 from recipes.models.decoder.args import model_args
 from recipes.models.decoder.model import Transformer
@@ -64,7 +66,8 @@ def put_files_in_place(config):
     With those the run would go on from them: the weights of a real model are not here.
     """
     shutil.copytree(REPOSITORY / "assets/tokenizer", config.model.hf_assets_path)
-    for data in (config.training.dataset_path, config.validation.dataset_path):
+    keys = (*sources_of(config, "training"), "validation")
+    for data in {get(config, key).dataset_path for key in keys}:
         folder = Path(data.removesuffix("/*.jsonl.gz"))
         folder.mkdir(parents=True)
         shutil.copy(REPOSITORY / "assets/corpus/austen.jsonl.gz", folder)
@@ -80,8 +83,9 @@ def test_the_set_is_complete():
     packed = {f"llama3_8b_{n}_packed" for n in ("128k", "256k", "512k", "1m_32gpu")}
     variants = {"llama3_8b_1m_32gpu", *packed}
     staged = {f"llama3_8b_staged_{n}" for n in ("64k", "256k", "512k", "1m")}
+    mixed = {f"llama3_8b_prolong_{n}" for n in ("64k", "1m")}
     others = {"qwen3_8b_128k", "qwen3_8b_256k", "qwen3_8b_1m", "qwen3_32b_128k"}
-    assert set(RECIPES) == sizes | variants | staged | others
+    assert set(RECIPES) == sizes | variants | staged | mixed | others
 
 
 # Hundreds of layers take their time: of 70B and 405B the default suite builds one recipe each.
@@ -170,11 +174,18 @@ def test_rope_equals_hugging_face(name):
     assert attention_temperature(rope) == pytest.approx(factor, rel=1e-12)
 
 
-def test_stages_follow_each_other():
-    """Each stage of the staged recipe starts from the last step of the one before."""
+@pytest.mark.parametrize(
+    "stages",
+    [
+        ("staged_64k", "staged_256k", "staged_512k", "staged_1m"),
+        ("prolong_64k", "prolong_1m"),
+    ],
+)
+def test_stages_follow_each_other(stages):
+    """Each stage of a staged recipe starts from the last step of the one before."""
     before = None
-    for length in ("64k", "256k", "512k", "1m"):
-        config = settings_of(f"llama3_8b_staged_{length}")
+    for stage in stages:
+        config = settings_of(f"llama3_8b_{stage}")
         if before is not None:
             folder = f"{before.job.dump_folder}/{before.checkpoint.folder}"
             expected = f"{folder}/step-{before.training.steps}"
@@ -183,3 +194,13 @@ def test_stages_follow_each_other():
         else:
             assert config.checkpoint.initial_load_in_hf
         before = config
+
+
+@pytest.mark.parametrize("name", ["llama3_8b_prolong_64k", "llama3_8b_prolong_1m"])
+def test_mixtures(name):
+    """Weights that are shares, of prepared or other folders, each packed by itself."""
+    training = settings_of(name).training
+    assert sum(entry.weight for entry in training.mixture) == pytest.approx(1)
+    assert training.mixture_packing == "within"
+    long = sum(entry.weight for entry in training.mixture if entry.seq_len is None)
+    assert long == pytest.approx(0.2 if name.endswith("1m") else 1)

@@ -18,13 +18,13 @@ class FakeMesh(DeviceMesh):
     def __init__(self, size: int, rank: int) -> None:
         self._size, self._rank = size, rank
 
-    def size(self) -> int:
+    def size(self, mesh_dim: int | None = None) -> int:
         return self._size
 
-    def get_local_rank(self) -> int:
+    def get_local_rank(self, mesh_dim: int | None = None) -> int:
         return self._rank
 
-    def get_group(self) -> "FakeMesh":
+    def get_group(self, mesh_dim: int | None = None) -> "FakeMesh":
         return self
 
     group_name = "fake"

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from recipes.data.dataset import build_dataloader, build_validation_dataloader
 from recipes.data.loader import DocumentLoader
+from recipes.data.streams import Member
 from recipes.preflight.data import check_checkpoint_position
 from tests.helpers.documents import NumberTokenizer, fingerprint, job, number_documents, write_jsonl
 
@@ -78,6 +79,21 @@ def test_a_run_resumed_twice_continues_exactly(files, packing, workers, first, s
         state = round_trip(part.state_dict())
     assert found == expected
     assert part.epoch == (first + second + 20) // 14
+
+
+def test_a_checkpoint_of_version_0_1_0_goes_on(files):
+    """It had the place of one source, without shares."""
+    expected = take(iter(loader(files)), 20)
+    part = loader(files)
+    take(iter(part), 9)
+    state = part.state_dict()
+    place = json.loads(state["dp_rank_0"]["place"])
+    (stream,) = place["state"]["streams"]
+    old = {"source": place["source"], **stream["documents"], "pending": stream["pending"]}
+    state["dp_rank_0"]["place"] = json.dumps(old)
+    again = loader(files)
+    again.load_state_dict(state)
+    assert take(iter(again), 11) == expected[9:]
 
 
 def test_resume_may_change_the_number_of_workers(files):
@@ -278,7 +294,7 @@ class Endless:
 def test_memory_does_not_grow_with_the_data(workers):
     """80 MB of tokens pass; sequences of 65,536 look 8 ahead, which is 2 MB."""
     part = DocumentLoader(
-        Endless(),
+        [Member(Endless(), repeat=False)],
         NumberTokenizer(),
         dp_rank=0,
         dp_degree=1,
@@ -286,7 +302,6 @@ def test_memory_does_not_grow_with_the_data(workers):
         batch_size=1,
         packing="pack",
         mask=True,
-        infinite=False,
         num_workers=workers,
     )
     tracemalloc.start()
@@ -303,4 +318,5 @@ def test_the_state_is_plain_and_small(files):
     state = part.state_dict()
     assert state["dp_degree"] == 1
     place = json.loads(state["dp_rank_0"]["place"])
-    assert len(state["dp_rank_0"]["tokens"]) == 4 * sum(n for n, _, _ in place["pending"])
+    (stream,) = place["state"]["streams"]
+    assert len(state["dp_rank_0"]["tokens"]) == 4 * sum(n for n, _, _ in stream["pending"])

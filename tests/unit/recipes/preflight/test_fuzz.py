@@ -13,7 +13,17 @@ from recipes.data.records import SUFFIXES, BadDocument, read_records
 from recipes.preflight import load_config
 
 SECTIONS = ("training", "parallelism", "striped_cp", "checkpoint", "rope", "optimizer", "new")
-KEYS = ("seq_len", "steps", "context_parallel_degree", "folder", "theta", "lr", "enable", "x-y")
+KEYS = (
+    "seq_len",
+    "steps",
+    "context_parallel_degree",
+    "folder",
+    "theta",
+    "lr",
+    "enable",
+    "mixture",
+    "x-y",
+)
 FUZZ = settings(
     max_examples=150,
     deadline=None,

@@ -46,6 +46,7 @@ def imported(*argv: str) -> str:
         "scripts/convert_checkpoint.py",
         "scripts/evaluate.py",
         "scripts/gpu_check.py",
+        "scripts/inspect_data.py",
         "scripts/plan.py",
         "scripts/prepare_documents.py",
         "scripts/train_tokenizer.py",
