@@ -123,7 +123,7 @@ class StripedTrainer(Trainer):
         replicas = self._data_parallel_degree()
         for input_dict, labels in super().batch_generator(data_iterable):
             self.ntokens_seen += labels.numel() * (replicas - 1)
-            self.metrics_processor.count_batch(input_dict.get("boundaries"), labels)
+            self.metrics_processor.count_batch(input_dict, labels)
             yield input_dict, labels
 
     def train_step(
