@@ -20,7 +20,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from recipes.data.records import SUFFIXES, BadDocument
+from recipes.data.readers import SUFFIXES
+from recipes.data.records import BadDocument
 
 if TYPE_CHECKING:
     from recipes.data.prepare import Result

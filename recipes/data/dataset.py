@@ -2,13 +2,13 @@
 
 from functools import partial
 from itertools import islice
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import datasets
 
 from recipes.config.types import toml
+from recipes.data.content import content_of
 from recipes.data.files import digest
 from recipes.data.loader import DocumentLoader
 from recipes.data.records import Record
@@ -49,7 +49,7 @@ def build_source(config: Any, section: str, tokenizer: Any) -> Source:
             split=data.dataset_split,
             streaming=True,
         )
-        read = itemgetter(data.text_column)
+        read = partial(content_of, column=data.text_column)
     try:
         return HubSource(where, digest([where, *details]), open_dataset(), read)
     except Exception as error:  # `datasets` raises many kinds, among them its own

@@ -1,4 +1,4 @@
-"""Which files a path means: files, folders and globs of text, JSON Lines and Parquet."""
+"""Which files a path means: files, folders and globs of the kinds that can be read."""
 
 import glob
 import hashlib
@@ -8,11 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from recipes.data.records import SUFFIXES
+from recipes.data.readers import SUFFIXES
 from recipes.data.shards import is_shard_folder
 
-# Text that lies in folders of data and is none.
-_ABOUT = re.compile(r"(readme|licen[cs]e|notice|copying|changelog|citation)\b", re.IGNORECASE)
+# Text that lies in folders of data and is none; the last ones are those of `datasets`.
+_ABOUT = re.compile(
+    r"(readme|licen[cs]e|notice|copying|changelog|citation)\b"
+    r"|(dataset_info|dataset_dict|state)\.json$",
+    re.IGNORECASE,
+)
 
 
 class Found(NamedTuple):

@@ -18,7 +18,8 @@ import numpy as np
 
 from recipes.data.files import files_identity
 from recipes.data.parallel import ordered_map
-from recipes.data.records import BadDocument, Record, read_records
+from recipes.data.readers import read_records
+from recipes.data.records import BadDocument, Record
 from recipes.data.shards import (
     FORMAT,
     MANIFEST,

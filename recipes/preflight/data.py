@@ -8,7 +8,7 @@ from recipes.config.types import InvalidSetting
 from recipes.data.dataset import build_source, check_documents
 from recipes.data.files import find_files
 from recipes.data.loader import REMEDY, check_degree
-from recipes.data.records import SUFFIXES
+from recipes.data.readers import SUFFIXES
 from recipes.data.shards import is_shard_folder
 from recipes.data.tokens import Tokenizer
 from recipes.titan import DATASETS

@@ -1,0 +1,33 @@
+"""Kinds of files, by their names, and who reads them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from recipes.data.records import Record, TextFile, read_json_lines
+from recipes.data.tables import read_arrow, read_parquet
+
+_PACKED = ("", ".gz", ".zst")
+_TEXT = tuple(".txt" + packed for packed in _PACKED)
+_LINES = tuple(kind + packed for kind in (".jsonl", ".json") for packed in _PACKED)
+_PARQUET = (".parquet",)
+_ARROW = (".arrow",)
+SUFFIXES = (*_TEXT, *_LINES, *_PARQUET, *_ARROW)
+
+
+def read_records(path: Path, column: str, skip: int = 0) -> Iterator[Record]:
+    """All records of a file after the first `skip` lines, rows or documents, in order.
+
+    Args:
+        path: a file whose name ends in one of SUFFIXES.
+        column: JSON key or column that holds the documents; files without columns have none.
+        skip: how many lines, rows or documents to pass over, as counted by `Record.number`.
+    """
+    if path.name.endswith(_TEXT):
+        if skip == 0:
+            yield TextFile(str(path), 1, path.stat().st_size)
+    elif path.name.endswith(_PARQUET):
+        yield from read_parquet(path, column, skip)
+    elif path.name.endswith(_ARROW):
+        yield from read_arrow(path, column, skip)
+    else:
+        yield from read_json_lines(path, column, skip)
