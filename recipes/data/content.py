@@ -15,6 +15,8 @@ from recipes.data.targets import with_targets
 
 BESIDE_IDS = ("labels", "loss_mask", "attention_mask")
 BESIDE_MESSAGES = ("completion", "tools")
+# Keys of which a message has at least one.
+_SAYING = ("content", "tool_calls", "reasoning_content", "thinking", "reasoning")
 # Label of a token that is no target, in Hugging Face's data.
 _NO_LABEL = -100
 
@@ -67,6 +69,11 @@ def _messages(value: Any, column: str, role: str | None = None) -> list[dict[str
                 f"message {number} of column {column!r} has no role (found: {found}); role and "
                 "content are expected"
             )
+        if not any(message.get(key) is not None for key in _SAYING):
+            raise ValueError(
+                f"message {number} of column {column!r} has neither content nor tool_calls "
+                f"(found: {', '.join(message)})"
+            )
     return value
 
 
@@ -74,7 +81,10 @@ def _tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     tools = row.get("tools")
     if isinstance(tools, str):
         # As files keep them whose rows all have one type.
-        tools = json.loads(tools) if tools else None
+        try:
+            tools = json.loads(tools) if tools else None
+        except ValueError as error:
+            raise ValueError(f"column 'tools' is no JSON ({error})") from None
     if tools is not None and not (
         isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
     ):

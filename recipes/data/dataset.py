@@ -14,6 +14,7 @@ from recipes.data.loader import DocumentLoader
 from recipes.data.records import Record
 from recipes.data.shards import is_shard_folder
 from recipes.data.sources import FileSource, HubSource, PreparedSource, Source
+from recipes.data.startup import check_fit
 from recipes.data.tokens import tokenizer_identity
 from recipes.titan import DATASETS, logger
 
@@ -87,7 +88,7 @@ def check_documents(source: Source, section: str, dp_degree: int) -> None:
             "parallelism.context_parallel_degree"
         )
     if isinstance(documents[0], Record):
-        documents[0].text()
+        documents[0].content()
 
 
 def build_dataloader(
@@ -123,6 +124,8 @@ def _build(
         share = slice(dp_rank * rows, (dp_rank + 1) * rows)
         dp_rank, dp_degree, rows = 0, 1, dp_degree * rows
     check_documents(source, section, dp_degree)
+    for warning in check_fit(config, section, [source], tokenizer):
+        logger.warning(warning)
     return DocumentLoader(
         source,
         tokenizer,
@@ -133,6 +136,8 @@ def _build(
         packing=config.documents.packing,
         mask=config.documents.mask,
         infinite=infinite,
+        loss_on=config.documents.loss_on,
+        too_long=config.documents.too_long,
         share=share,
         num_workers=data.dataloader.num_workers,
         prefetch_factor=data.dataloader.prefetch_factor or 2,

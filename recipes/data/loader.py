@@ -20,7 +20,7 @@ from recipes.data.records import Record
 from recipes.data.samples import build_sample, collate
 from recipes.data.sources import Cursor, Source
 from recipes.data.tokens import encode
-from recipes.titan import BaseDataLoader
+from recipes.titan import BaseDataLoader, logger
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
@@ -57,6 +57,8 @@ class DocumentLoader(BaseDataLoader):
         mask: whether labels stay within documents.
         infinite: whether to begin anew when the documents are used up. Otherwise the last batch
             is filled with rows of padding, so that all have the same shape.
+        loss_on: which messages of a conversation are learned, see `tokens.encode`.
+        too_long: "cut" documents that are longer than a sequence, or "leave_out".
         share: the rows of every batch that this rank takes.
         num_workers: threads that tokenize; with any, batches are also made ahead of their use.
         prefetch_factor: documents in flight per worker, and batches made ahead.
@@ -74,6 +76,8 @@ class DocumentLoader(BaseDataLoader):
         packing: str,
         mask: bool,
         infinite: bool,
+        loss_on: str = "all",
+        too_long: str = "cut",
         share: slice = slice(None),
         num_workers: int = 0,
         prefetch_factor: int = 2,
@@ -87,11 +91,14 @@ class DocumentLoader(BaseDataLoader):
         self.packing = packing
         self.mask = mask
         self.infinite = infinite
+        self.loss_on = loss_on
+        self.too_long = too_long
         self.share = share
         self.num_workers = num_workers
         self.prefetch_factor = prefetch_factor
         self._state = self._start = State(Position(0, None), [])
         self._resumed = False
+        self._long_documents = 0
 
     @property
     def epoch(self) -> int:
@@ -139,13 +146,28 @@ class DocumentLoader(BaseDataLoader):
                 return
             try:
                 position, tokens = next(documents)
+                if len(tokens) > self.seq_len:
+                    tokens = self._limit(tokens)
                 if len(tokens):
                     packer.add(Pending(tokens, position.epoch))
                     last_used = position.epoch
                 elif position.epoch > last_used + 1:
-                    raise ValueError("dataset: the tokenizer makes no token of any document")
+                    raise ValueError(
+                        "dataset: the tokenizer makes no token of any document, or all are longer "
+                        "than a sequence and left out (documents.too_long)"
+                    )
             except StopIteration:
                 more = False
+
+    def _limit(self, tokens: np.ndarray) -> np.ndarray:
+        """What is used of a document that is longer than a sequence; says how many there were."""
+        self._long_documents += 1
+        if self._long_documents.bit_count() == 1:  # 1, 2, 4, 8, ...
+            logger.info(
+                f"documents longer than a sequence of {self.seq_len:,} tokens: "
+                f"{self._long_documents} {'cut' if self.too_long == 'cut' else 'left out'} so far"
+            )
+        return tokens if self.too_long == "cut" else tokens[:0]
 
     def _documents(self, position: Position) -> Iterator[tuple[Position, np.ndarray]]:
         """Tokens of the documents after `position`, each with its own position."""
@@ -159,7 +181,7 @@ class DocumentLoader(BaseDataLoader):
 
     def _encode(self, item: tuple[Position, Record | np.ndarray]) -> tuple[Position, np.ndarray]:
         position, document = item
-        return position, encode(self.tokenizer, document)
+        return position, encode(self.tokenizer, document, self.loss_on)
 
     def _records(self, position: Position) -> Iterator[tuple[Position, Record | np.ndarray]]:
         epoch, start = position

@@ -68,6 +68,9 @@ class PreparedSource:
 
     Raises:
         ValueError: the folder is unfinished or damaged, or was prepared with another tokenizer.
+
+    Attributes:
+        loss_on: which messages of its conversations are learned; None if it has none.
     """
 
     def __init__(self, folder: Path, tokenizer_identity: str, shuffle_seed: int | None) -> None:
@@ -80,8 +83,17 @@ class PreparedSource:
                 f"model.hf_assets_path holds another one ({tokenizer_identity[:12]}); prepare the "
                 "documents with the model's tokenizer"
             )
+        self.loss_on: str | None = manifest.get("loss_on")
         self.shuffle_seed = shuffle_seed
         self.identity = digest([manifest["shards"], shuffle_seed])
+
+    def check_loss_on(self, wanted: str) -> None:
+        """Raise ValueError if the conversations were prepared for another loss."""
+        if self.loss_on not in (None, wanted):
+            raise ValueError(
+                f'documents.loss_on = "{wanted}": {self.shards.folder} was prepared with --loss-on '
+                f'{self.loss_on}; allowed: "{self.loss_on}", or prepare the conversations anew'
+            )
 
     def documents(
         self, epoch: int, cursor: Cursor | None, rank: int, degree: int

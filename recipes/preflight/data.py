@@ -10,6 +10,7 @@ from recipes.data.files import find_files
 from recipes.data.loader import REMEDY, check_degree
 from recipes.data.readers import SUFFIXES
 from recipes.data.shards import is_shard_folder
+from recipes.data.startup import check_fit
 from recipes.data.tokens import Tokenizer
 from recipes.titan import DATASETS
 
@@ -65,7 +66,9 @@ def _check_documents(config: Any, section: str, dp_degree: int) -> None:
     """Look into the files. The hub's are left to the loader: to open them takes long."""
     if getattr(config, section).dataset in ("local", "sample"):
         tokenizer = Tokenizer(config.model.hf_assets_path)
-        check_documents(build_source(config, section, tokenizer), section, dp_degree)
+        source = build_source(config, section, tokenizer)
+        check_documents(source, section, dp_degree)
+        check_fit(config, section, [source], tokenizer)
 
 
 def _check_path(section: str, path: str | list[str] | None) -> None:
