@@ -15,7 +15,7 @@ from recipes.data.records import Record
 from recipes.data.shards import is_shard_folder
 from recipes.data.sources import FileSource, HubSource, PreparedSource, Source
 from recipes.data.startup import check_fit
-from recipes.data.tokens import tokenizer_identity
+from recipes.data.tokens import tokenizer_identity, vocabulary_of
 from recipes.titan import DATASETS, logger
 
 SAMPLE = Path(__file__).parents[2] / "assets" / "corpus" / "austen.jsonl.gz"
@@ -36,7 +36,7 @@ def build_source(config: Any, section: str, tokenizer: Any) -> Source:
         seed = config.documents.shuffle_seed if section == "training" else None
         return PreparedSource(Path(path), tokenizer_identity(tokenizer), seed)
     if name == "local":
-        return FileSource(path, data.text_column)
+        return FileSource(path, data.text_column, vocabulary_of(tokenizer))
     if name in DATASETS:
         known = DATASETS[name]
         where, details = path or known.path, [name]

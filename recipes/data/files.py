@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from recipes.data.readers import SUFFIXES
+from recipes.data.readers import SUFFIXES, has_index
 from recipes.data.shards import is_shard_folder
 
 # Text that lies in folders of data and is none; the last ones are those of `datasets`.
@@ -57,7 +57,7 @@ def find_files(paths: str | Sequence[str]) -> Found:
             }
             if not data:
                 raise ValueError(f"{path}: the folder has no file of a kind that can be read")
-            left_out |= inside - data
+            left_out |= inside - data - {f.with_suffix(".idx") for f in data if has_index(f)}
         else:
             # A name first: it may have brackets.
             names = [path] if Path(path).is_file() else glob.glob(path, recursive=True)

@@ -30,7 +30,8 @@ from recipes.data.shards import (
     write_json,
     write_shard,
 )
-from recipes.data.tokens import Tokenizer, encode, tokenizer_identity
+from recipes.data.token_files import Vocabulary
+from recipes.data.tokens import Tokenizer, encode, tokenizer_identity, vocabulary_of
 
 # A worker's portion: so many documents or bytes of a file, whichever comes first.
 _CHUNK_DOCUMENTS = 64
@@ -87,7 +88,7 @@ def prepare(
     context = get_context("forkserver")
     context.set_forkserver_preload(["recipes.data.prepare", "torchtitan.components.tokenizer"])
     with ProcessPoolExecutor(workers, context, _start_worker, (settings.tokenizer_path,)) as pool:
-        chunks = _chunks(settings, *state["after"])
+        chunks = _chunks(settings, vocabulary_of(tokenizer), *state["after"])
         for results in ordered_map(pool, _encode_chunk, chunks, in_flight=4 * workers):
             for place, offset, result in results:
                 on_document((place, offset, result))
@@ -208,13 +209,16 @@ def _finish(output: Path, state: dict[str, Any], settings: Settings) -> dict[str
     return manifest
 
 
-def _chunks(settings: Settings, first_file: int, done: int) -> Iterator[Chunk]:
+def _chunks(
+    settings: Settings, vocabulary: Vocabulary, first_file: int, done: int
+) -> Iterator[Chunk]:
     """The records after line or row `done` of file number `first_file`, in portions."""
     for index in range(first_file, len(settings.files)):
         skip = done if index == first_file else 0
         chunk: Chunk = []
         start = 0
-        for record in read_records(settings.files[index], settings.text_column, skip):
+        file = settings.files[index]
+        for record in read_records(file, settings.text_column, skip, vocabulary):
             chunk.append(((index, record.number), record))
             if len(chunk) == _CHUNK_DOCUMENTS or record.offset - start >= _CHUNK_BYTES:
                 yield chunk

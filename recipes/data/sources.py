@@ -20,6 +20,7 @@ from recipes.data.files import digest, files_identity, find_files
 from recipes.data.readers import read_records
 from recipes.data.records import BadDocument, Record
 from recipes.data.shards import ShardFolder
+from recipes.data.token_files import Vocabulary
 from recipes.titan import logger
 
 Cursor = dict[str, Any]
@@ -39,12 +40,15 @@ class Source(Protocol):
 class FileSource:
     """Files of the kinds that `readers` knows, read in the order of their names."""
 
-    def __init__(self, paths: str | Sequence[str], column: str) -> None:
+    def __init__(
+        self, paths: str | Sequence[str], column: str, vocabulary: Vocabulary | None = None
+    ) -> None:
         found = find_files(paths)
         if found.left_out:
             logger.info(f"{paths}: {found.told()}")
         self.files = found.files
         self.column = column
+        self.vocabulary = vocabulary
         self.identity = files_identity(self.files, column)
 
     def documents(
@@ -54,7 +58,7 @@ class FileSource:
         document = cursor["document"]
         for index in range(cursor["file"], len(self.files)):
             skip = cursor["record"] if index == cursor["file"] else 0
-            for record in read_records(self.files[index], self.column, skip):
+            for record in read_records(self.files[index], self.column, skip, self.vocabulary):
                 document += 1
                 if (document - 1) % degree == rank:
                     yield {"file": index, "record": record.number, "document": document}, record

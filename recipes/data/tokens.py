@@ -12,6 +12,7 @@ from recipes.data.files import digest
 from recipes.data.records import BadDocument, Record
 from recipes.data.sources import Row
 from recipes.data.targets import with_targets
+from recipes.data.token_files import Vocabulary
 from recipes.titan import HuggingFaceTokenizer, logger
 
 # Exercises merges, spaces, digits, punctuation and characters outside ASCII.
@@ -125,6 +126,11 @@ def _encode_conversation(tokenizer: Any, conversation: Conversation, loss_on: st
     for begin, end in spans:
         learned |= (offsets[:, 1] > begin) & (offsets[:, 0] < end)
     return with_targets(ids, learned)
+
+
+def vocabulary_of(tokenizer: Any) -> Vocabulary:
+    """What is to be known of a tokenizer to read documents that it made."""
+    return Vocabulary(tokenizer.get_vocab_size(), tokenizer.eos_id)
 
 
 def tokenizer_identity(tokenizer: Any) -> str:
