@@ -40,8 +40,8 @@ class DataSource:
 
     dataset_path: str | list[str] | None = None
     """Files, folders or globs of .txt, .jsonl, .json (JSON Lines), these packed as .gz or .zst,
-    .parquet, .arrow, .npy and .bin, one or a list; or a prepared folder (dataset "local"); where
-    torchtitan's own datasets are found"""
+    .parquet, .arrow, .mds, .npy and .bin, one or a list; or a prepared folder (dataset "local");
+    where torchtitan's own datasets are found"""
 
     text_column: Annotated[str, NOT_EMPTY] = "text"
     """JSON key or column that holds the documents: text, lists of token ids (labels, loss_mask and

@@ -11,10 +11,10 @@ from typing import NamedTuple
 from recipes.data.readers import SUFFIXES, has_index
 from recipes.data.shards import is_shard_folder
 
-# Text that lies in folders of data and is none; the last ones are those of `datasets`.
+# Text that lies in folders of data and is none; the last ones are those of `datasets` and MDS.
 _ABOUT = re.compile(
     r"(readme|licen[cs]e|notice|copying|changelog|citation)\b"
-    r"|(dataset_info|dataset_dict|state)\.json$",
+    r"|(dataset_info|dataset_dict|state|index)\.json$",
     re.IGNORECASE,
 )
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from recipes.data.mds import read_mds
 from recipes.data.records import Record, TextFile, read_json_lines
 from recipes.data.tables import read_arrow, read_parquet
 from recipes.data.token_files import Vocabulary, read_joined, read_megatron
@@ -12,8 +13,9 @@ _TEXT = tuple(".txt" + packed for packed in _PACKED)
 _LINES = tuple(kind + packed for kind in (".jsonl", ".json") for packed in _PACKED)
 _PARQUET = (".parquet",)
 _ARROW = (".arrow",)
+_MDS = (".mds",)
 _IDS = (".npy", ".bin")
-SUFFIXES = (*_TEXT, *_LINES, *_PARQUET, *_ARROW, *_IDS)
+SUFFIXES = (*_TEXT, *_LINES, *_PARQUET, *_ARROW, *_MDS, *_IDS)
 
 
 def read_records(
@@ -34,6 +36,8 @@ def read_records(
         yield from read_parquet(path, column, skip)
     elif path.name.endswith(_ARROW):
         yield from read_arrow(path, column, skip)
+    elif path.name.endswith(_MDS):
+        yield from read_mds(path, column, skip)
     elif path.name.endswith(_IDS):
         if has_index(path):
             yield from read_megatron(path, skip)

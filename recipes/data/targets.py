@@ -10,7 +10,8 @@ import numpy as np
 
 def with_targets(ids: np.ndarray, learned: np.ndarray) -> np.ndarray:
     """Ids (n,) and which of them are targets, bool (n,), in one array (n,) int32."""
-    return np.where(learned, ids, ~ids).astype(np.int32)
+    ids = ids.astype(np.int32)  # unsigned ones have no negative complement
+    return np.where(learned, ids, ~ids)
 
 
 def token_ids(tokens: np.ndarray) -> np.ndarray:

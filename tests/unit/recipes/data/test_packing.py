@@ -172,7 +172,10 @@ def test_targets_are_carried_in_the_ids():
     assert TURNS[1].dtype == np.int32
     assert token_ids(TURNS[1]).tolist() == [99, 7, 99]
     assert are_targets(TURNS[0]).tolist() == [True, False, True, True]
-    assert token_ids(with_targets(np.array([0]), np.array([False]))).tolist() == [0]
+    for kind in (np.uint16, np.uint32, np.int64):
+        tokens = with_targets(np.array([0, 40_000, 3], kind), np.array([False, False, True]))
+        assert tokens.tolist() == [-1, -40_001, 3]
+        assert token_ids(tokens).tolist() == [0, 40_000, 3]
 
 
 @pytest.mark.parametrize("kind", [BestFitPacker, ConcatPacker])

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from recipes.data.dataset import build_dataloader
 from recipes.data.files import find_files
@@ -291,6 +292,107 @@ def test_damaged_files_of_megatron_are_named(tmp_path):
     ):
         index.write_bytes(damaged)
         assert fault(path).startswith(f"{index}: {cause}")
+
+
+def test_what_megatrons_own_library_wrote(tmp_path):
+    pytest.importorskip("megatron.core")
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    for kind in (np.uint16, np.int32):
+        path = tmp_path / f"{np.dtype(kind)}.bin"
+        builder = IndexedDatasetBuilder(str(path), dtype=kind)
+        for ids in documents()[:3]:
+            builder.add_document(torch.tensor(ids), [len(ids)])
+        builder.add_document(torch.tensor([7, 8, 9, EOS]), [2, 2])
+        builder.finalize(str(path.with_suffix(".idx")))
+        assert [ids for _, ids in read(path)] == [*documents()[:3], [7, 8, 9, EOS]]
+
+
+# MDS
+
+
+def write_mds(path, columns, rows):
+    """As streaming.MDSWriter writes a shard; rows have bytes, in the order of the columns."""
+    names, encodings, sizes = zip(*columns, strict=True)
+    about = {"column_names": names, "column_encodings": encodings, "column_sizes": sizes}
+    about = json.dumps({"format": "mds", "version": 2, **about}).encode()
+    samples = []
+    for row in rows:
+        free = [len(v) for v, size in zip(row, sizes, strict=True) if size is None]
+        samples.append(np.array(free, "<u4").tobytes() + b"".join(row))
+    start = 4 + 4 * (len(rows) + 1) + len(about)
+    offsets = np.cumsum([start, *map(len, samples)]).astype("<u4")
+    head = np.array([len(rows)], "<u4").tobytes() + offsets.tobytes()
+    path.write_bytes(head + about + b"".join(samples))
+
+
+def array_value(ids, kind, code=None):
+    """Code of the kind if the column has none, one dimension of 16 bit, and the numbers."""
+    head = b"" if code is None else bytes([code])
+    return (
+        head + bytes([1 << 2 | 1]) + np.array([len(ids)], "<u2").tobytes() + kind_bytes(ids, kind)
+    )
+
+
+def kind_bytes(ids, kind):
+    return np.array(ids, kind).tobytes()
+
+
+@pytest.mark.parametrize(("kind", "code"), [("<u2", 16), ("<i4", 33), ("<i8", 65)])
+def test_samples_of_mds(tmp_path, kind, code):
+    for path, encoding, named in (
+        (tmp_path / "a.mds", f"ndarray:{np.dtype(kind)}", None),
+        (tmp_path / "b.mds", "ndarray", code),
+    ):
+        columns = [("id", "int64", 8), ("input_ids", encoding, None), ("name", "str", None)]
+        rows = [[b"12345678", array_value(ids, kind, named), b"x"] for ids in documents()]
+        write_mds(path, columns, rows)
+        for skip in (0, 2, 7):
+            assert read(path, skip=skip) == list(enumerate(documents(), 1))[skip:]
+    write_mds(
+        tmp_path / "c.mds", [("input_ids", "ndarray:uint16:3", 6)], [[kind_bytes([3, 4, 2], "<u2")]]
+    )
+    assert read(tmp_path / "c.mds") == [(1, [3, 4, 2])]
+    (tmp_path / "index.json").write_text("{}")
+    assert [path.name for path in find_files(str(tmp_path)).files] == ["a.mds", "b.mds", "c.mds"]
+
+
+def test_mds_has_texts_masks_and_messages_too(tmp_path):
+    path = tmp_path / "a.mds"
+    columns = [("input_ids", "ndarray:int32", None), ("loss_mask", "ndarray:uint8", None)]
+    write_mds(path, columns, [[array_value([3, 4], "<i4"), array_value([0, 1], "u1")]])
+    assert read(path) == [(1, [~3, 4])]
+    write_mds(path, [("text", "str", None)], [["caf\u00e9".encode()]])
+    assert [record.text() for record in read_records(path, "text")] == ["caf\u00e9"]
+    said = [{"role": "user", "content": "x"}]
+    write_mds(path, [("messages", "json", None)], [[json.dumps(said).encode()]])
+    assert [record.content().messages for record in read_records(path, "messages")] == [said]
+
+
+def test_bad_mds_is_named(tmp_path):
+    path = tmp_path / "a.mds"
+    write_mds(path, [("tokens", "bytes", None)], [[b"1234"]])
+    assert "column 'input_ids' is missing (found: tokens)" in fault(path)
+    write_mds(path, [("input_ids", "bytes", None)], [[b"1234"]])
+    assert "sample 1: column 'input_ids' is bytes, which does not say what it is" in fault(path)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert "bytes are no whole shard of 1 samples" in fault(path)
+    path.write_bytes(b"no")
+    assert fault(path).startswith(f"{path}: cannot be read as MDS")
+
+
+def test_what_streamings_own_library_wrote(tmp_path):
+    streaming = pytest.importorskip("streaming")
+    columns = {"input_ids": "ndarray:uint16", "labels": "ndarray", "text": "str"}
+    with streaming.MDSWriter(out=str(tmp_path), columns=columns, size_limit=600) as out:
+        for ids in documents():
+            labels = np.array([-100, *ids[1:]], np.int64)
+            out.write({"input_ids": np.array(ids, np.uint16), "labels": labels, "text": "x"})
+    found = find_files(str(tmp_path)).files
+    assert len(found) > 1
+    assert [ids for path in found for _, ids in read(path)] == [
+        [~i[0], *i[1:]] for i in documents()
+    ]
 
 
 # In a run
