@@ -44,7 +44,10 @@ class Sample(Record):
         for name, encoding, size in self.columns:
             end = place + (sizes[name] if size is None else size)
             if name in wanted:
-                row[name] = _decode_value(name, encoding, self.raw[place:end])
+                try:
+                    row[name] = _decode_value(name, encoding, self.raw[place:end])
+                except (IndexError, KeyError, TypeError) as error:
+                    raise ValueError(f"column {name!r} is no {encoding} ({error!r})") from None
             place = end
         if place != len(self.raw):
             raise ValueError(f"{len(self.raw)} bytes, its columns have {place}")

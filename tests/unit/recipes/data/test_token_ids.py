@@ -375,6 +375,8 @@ def test_bad_mds_is_named(tmp_path):
     assert "column 'input_ids' is missing (found: tokens)" in fault(path)
     write_mds(path, [("input_ids", "bytes", None)], [[b"1234"]])
     assert "sample 1: column 'input_ids' is bytes, which does not say what it is" in fault(path)
+    write_mds(path, [("input_ids", "ndarray", None)], [[b"\x07123"]])
+    assert "sample 1: column 'input_ids' is no ndarray (KeyError(7))" in fault(path)
     path.write_bytes(path.read_bytes()[:-1])
     assert "bytes are no whole shard of 1 samples" in fault(path)
     path.write_bytes(b"no")
