@@ -3,6 +3,9 @@
 import json
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from recipes.preflight import load_config
@@ -60,7 +63,23 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     jsonl.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     how = Settings([jsonl], "text", "assets/tokenizer", 10_000, skip_bad=False)
     prepare(how, folder / "prepared", 1, lambda _: None)
-    return {"folder": str(folder), "jsonl": str(jsonl), "prepared": str(folder / "prepared")}
+    dice = np.random.default_rng(0)
+    ids = [dice.integers(2, 2048, n).tolist() for n in dice.integers(2, 300, 200)]
+    masks = [dice.integers(0, 2, len(i)).tolist() for i in ids]
+    pq.write_table(pa.table({"input_ids": ids, "loss_mask": masks}), folder / "ids.parquet")
+    chats = folder / "chats.jsonl"
+    roles = ("user", "assistant")
+    chats.write_text(
+        "".join(
+            json.dumps(
+                {"messages": [{"role": role, "content": text} for role in roles * (1 + i % 3)]}
+            )
+            + "\n"
+            for i, text in enumerate(texts)
+        )
+    )
+    made = {"jsonl": jsonl, "prepared": folder / "prepared", "ids": folder / "ids.parquet"}
+    return {"folder": str(folder), "chats": str(chats), **{k: str(p) for k, p in made.items()}}
 
 
 def run(row: Row, folder: Path, files: dict[str, str], leave: bool = False) -> Disturbed:
