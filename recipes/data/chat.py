@@ -89,10 +89,11 @@ class ChatTemplate:
         messages = _messages(conversation)
         text = self._render(self._plain, messages, conversation)
         mark = next(chr(c) for c in _PRIVATE_USE if chr(c) not in text)
+        numbers = {id(message): i for i, message in enumerate(messages)}
 
         def mark_message(message: Any) -> str:
-            numbers = (i for i, known in enumerate(messages) if known is message)
-            return "".join(f"{mark}{i}{mark}" for i in numbers)
+            number = numbers.get(id(message))
+            return "" if number is None else f"{mark}{number}{mark}"
 
         marked = self._render(
             self._marked,
@@ -105,12 +106,12 @@ class ChatTemplate:
         if "".join(parts[::2]) != text:
             raise ValueError(f"{self.name}: the turns of this chat template cannot be told apart")
         segments, generated = _places(parts)
-        numbers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        if not numbers:
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if not turns:
             raise ValueError("no message of the assistant, hence nothing to learn")
         if not self._marks_generation:
             # Where a message is written with an earlier one, that would be learned with it.
-            for number in range(numbers[0], len(messages)):
+            for number in range(turns[0], len(messages)):
                 begin, end = segments.get(number, (0, 0))
                 if begin == end:
                     raise ValueError(
@@ -118,7 +119,7 @@ class ChatTemplate:
                         "or writes it with another one"
                     )
         spans: list[Span] = []
-        for number in numbers[-1:] if last else numbers:
+        for number in turns[-1:] if last else turns:
             begin, end = segments.get(number, (0, 0))
             if self._marks_generation:
                 turn = [span for span in generated if begin <= span[0] and span[1] <= end]

@@ -57,6 +57,15 @@ def content_of(row: Mapping[str, Any], column: str) -> Content:
     return _ids(row, column)
 
 
+def without_none(value: Any) -> Any:
+    """A value of a table, whose objects all have the keys of any: those that one lacks are None."""
+    if isinstance(value, dict):
+        return {key: without_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list) and any(isinstance(item, dict | list) for item in value[:1]):
+        return [without_none(item) for item in value]
+    return value
+
+
 def _messages(value: Any, column: str, role: str | None = None) -> list[dict[str, Any]]:
     if isinstance(value, str) and role is not None:
         return [{"role": role, "content": value}]

@@ -8,7 +8,7 @@ from typing import Any
 import datasets
 
 from recipes.config.types import toml
-from recipes.data.content import content_of
+from recipes.data.content import Content, content_of, without_none
 from recipes.data.files import digest
 from recipes.data.loader import DocumentLoader
 from recipes.data.records import Record
@@ -50,7 +50,7 @@ def build_source(config: Any, section: str, tokenizer: Any) -> Source:
             split=data.dataset_split,
             streaming=True,
         )
-        read = partial(content_of, column=data.text_column)
+        read = partial(_read_row, column=data.text_column)
     try:
         return HubSource(where, digest([where, *details]), open_dataset(), read)
     except Exception as error:  # `datasets` raises many kinds, among them its own
@@ -59,6 +59,10 @@ def build_source(config: Any, section: str, tokenizer: Any) -> Source:
         if "onfig name" in reason:
             reason += f" ({section}.dataset_subset)"
         raise ValueError(f"{section}.dataset: {where} cannot be opened: {reason}") from error
+
+
+def _read_row(row: dict[str, Any], column: str) -> Content:
+    return content_of({key: without_none(value) for key, value in row.items()}, column)
 
 
 def tell_of_novels(config: Any, section: str) -> None:

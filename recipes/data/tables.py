@@ -8,7 +8,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recipes.data.content import BESIDE_IDS, BESIDE_MESSAGES, EXPECTED, Content, content_of
+from recipes.data.content import (
+    BESIDE_IDS,
+    BESIDE_MESSAGES,
+    EXPECTED,
+    Content,
+    content_of,
+    without_none,
+)
 from recipes.data.records import BadDocument, Broken, Record, missing_column
 
 # Rows of a Parquet file held decoded at a time; a row may be a whole book.
@@ -142,16 +149,7 @@ def _value(scalar: pa.Scalar) -> Any:
     kind = scalar.type
     if _is_list(kind) and not pa.types.is_nested(kind.value_type):
         return scalar.values.to_numpy(zero_copy_only=False)
-    return _without_none(scalar.as_py())
-
-
-def _without_none(value: Any) -> Any:
-    """All rows of a column have the keys of any: those that a message lacks are None."""
-    if isinstance(value, dict):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_none(item) for item in value]
-    return value
+    return without_none(scalar.as_py())
 
 
 def _is_text(kind: pa.DataType) -> bool:

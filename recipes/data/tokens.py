@@ -124,7 +124,8 @@ def _encode_conversation(tokenizer: Any, conversation: Conversation, loss_on: st
     # As transformers does, a token is learned that has a learned character in it.
     learned = np.zeros(len(ids), bool)
     for begin, end in spans:
-        learned |= (offsets[:, 1] > begin) & (offsets[:, 0] < end)
+        first = np.searchsorted(offsets[:, 1], begin, side="right")
+        learned[first : np.searchsorted(offsets[:, 0], end)] = True
     return with_targets(ids, learned)
 
 

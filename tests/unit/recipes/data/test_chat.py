@@ -4,6 +4,7 @@ import json
 import logging
 import re
 from collections import Counter
+from copy import deepcopy
 from datetime import datetime
 
 import numpy as np
@@ -17,7 +18,7 @@ from transformers.utils import chat_template_utils
 
 from recipes.data.chat import ChatTemplate
 from recipes.data.content import Conversation
-from recipes.data.dataset import build_dataloader
+from recipes.data.dataset import build_dataloader, build_validation_dataloader
 from recipes.data.readers import read_records
 from recipes.data.records import BadDocument
 from recipes.data.samples import IGNORE
@@ -35,7 +36,7 @@ from tests.helpers.chats import (
     learned_by_reading,
     message,
 )
-from tests.helpers.documents import job, write_jsonl
+from tests.helpers.documents import fingerprint, job, write_jsonl
 
 
 @pytest.fixture(scope="module")
@@ -350,6 +351,42 @@ def test_labels_of_batches_are_the_learned_tokens(tokenizers, tmp_path, packing)
     else:  # a cut takes the context of one target
         assert found <= expected
         assert expected.total() - found.total() <= len(labels) // 64
+
+
+def test_a_hub_dataset_and_validation_learn_the_same(tokenizers, tmp_path):
+    """Rows of `datasets` have the keys of all messages, with None; validation has the loss too."""
+    tokenizer = tokenizers["Qwen3"]
+    chats = deepcopy([messages for messages, tools in CHATS.values() if tools is None])
+    for chat in chats:
+        for said in chat:
+            for one in said.get("tool_calls", []):
+                if not isinstance(one["function"]["arguments"], str):
+                    arguments = json.dumps(one["function"]["arguments"])
+                    one["function"] = {**one["function"], "arguments": arguments}
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    path = write(folder / "train.jsonl", [{"messages": messages} for messages in chats])
+    learned = {"documents__loss_on": "assistant"}
+    local = settings_for(tokenizer, path, **learned)
+    hub = settings_for(tokenizer, path, **learned)
+    hub.training.dataset, hub.training.dataset_path = str(folder), None
+    config = job(
+        validation__dataset="local",
+        validation__dataset_path=str(path),
+        validation__text_column="messages",
+        validation__seq_len=64,
+        validation__local_batch_size=1,
+        **learned,
+    )
+    found = [
+        [fingerprint(batch) for batch in batches]
+        for batches in (
+            build_dataloader(1, 0, tokenizer, local, infinite=False),
+            build_dataloader(1, 0, tokenizer, hub, infinite=False),
+            build_validation_dataloader(1, 0, tokenizer, config),
+        )
+    ]
+    assert found[0] == found[1] == found[2]
 
 
 def test_documents_too_long_are_cut_or_left_out_and_counted(tokenizers, tmp_path, caplog):

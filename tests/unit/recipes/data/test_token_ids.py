@@ -20,6 +20,7 @@ from recipes.data.readers import read_records
 from recipes.data.records import BadDocument
 from recipes.data.sources import FileSource
 from recipes.data.token_files import Vocabulary
+from recipes.evaluation.haystack import Encoder, Haystack
 from recipes.preflight import load_config
 from tests.helpers.documents import NumberTokenizer, fingerprint, job, number_documents, write_jsonl
 
@@ -476,6 +477,18 @@ def test_ids_of_another_model_are_refused_at_startup(tmp_path):
     load_config(args, world_size=1)
     with pytest.raises(ValueError, match=r'documents\.loss_on = "assistant": training reads no'):
         load_config([*args, "--documents.loss_on", "assistant"], world_size=1)
+
+
+def test_an_evaluation_hides_its_needles_in_ids_whether_they_are_learned_or_not(tmp_path):
+    path = tmp_path / "a.jsonl"
+    rows = [{"input_ids": [5, 6], "loss_mask": [0, 1]}, {"input_ids": [7, 8]}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = FileSource(str(path), "input_ids")
+    hay = Haystack(Encoder(NumberTokenizer()), source, count=4)
+    assert hay.tokens.tolist() == [5, 6, 7, 8]
+    path.write_text(json.dumps({"input_ids": [{"role": "user", "content": "x"}]}) + "\n")
+    with pytest.raises(BadDocument, match="line 1: a conversation found, text is expected"):
+        Haystack(Encoder(NumberTokenizer()), source, count=4)
 
 
 def test_a_document_without_eos_is_said(tmp_path, caplog):
