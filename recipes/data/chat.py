@@ -184,20 +184,27 @@ class ChatTemplate:
             raise ValueError(f"{self.name}: this chat template refuses it ({error})") from None
 
 
-def read_chat_template(folder: Path, config: dict[str, Any]) -> ChatTemplate:
-    """The template that a tokenizer's folder has.
+def find_chat_template(folder: Path, config: dict[str, Any]) -> str | None:
+    """The text of the template that a tokenizer's folder has.
 
     Args:
         config: content of its tokenizer_config.json.
-
-    Raises:
-        ValueError: there is none.
     """
     path = folder / "chat_template.jinja"
     template = path.read_text(encoding="utf-8") if path.exists() else config.get("chat_template")
     if isinstance(template, list):  # several, by name
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    if not isinstance(template, str):
+    return template if isinstance(template, str) else None
+
+
+def read_chat_template(folder: Path, config: dict[str, Any]) -> ChatTemplate:
+    """That template, with the texts of the special tokens that it may name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    template = find_chat_template(folder, config)
+    if template is None:
         raise ValueError(
             f"{folder}: the tokenizer has no chat template (chat_template.jinja, or chat_template "
             "in tokenizer_config.json), which conversations need; take that of an Instruct model"

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from recipes.data.content import Conversation
-from recipes.data.files import digest, files_identity
+from recipes.data.files import files_identity
 from recipes.data.parallel import ordered_map
 from recipes.data.readers import read_records
 from recipes.data.records import BadDocument, Record
@@ -94,7 +94,7 @@ def prepare(
     }
     if _has_conversations(settings, tokenizer):
         wanted["loss_on"] = settings.loss_on
-        wanted["chat_template"] = digest(tokenizer.chat.text)
+        wanted["chat_template"] = tokenizer.chat_identity
     elif settings.loss_on != "all":
         raise ValueError(
             f"--loss-on {settings.loss_on}: {settings.files[0]} holds no conversations; allowed: "

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from recipes.data.chat import ChatTemplate, read_chat_template
+from recipes.data.chat import ChatTemplate, find_chat_template, read_chat_template
 from recipes.data.content import Conversation
 from recipes.data.files import digest
 from recipes.data.records import BadDocument, Record
@@ -56,6 +56,11 @@ class Tokenizer(HuggingFaceTokenizer):
     def chat(self) -> ChatTemplate:
         """The chat template. Raises ValueError if there is none."""
         return read_chat_template(Path(self.tokenizer_path), self.config or {})
+
+    @property
+    def chat_identity(self) -> str:
+        """A hash of the text of the chat template, or of none."""
+        return digest(find_chat_template(Path(self.tokenizer_path), self.config or {}))
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:

@@ -48,6 +48,7 @@ class StripedTrainer(Trainer):
         if self.kernel is not None:
             self.metrics_processor.note_kernel(self.kernel)
         data = {"the tokenizer": tokenizer_identity(self.tokenizer)}
+        data["the chat template"] = self.tokenizer.chat_identity
         data["the training data"] = self.dataloader.source.identity
         if job_config.validation.enable:
             data["the validation data"] = self.validator.dataloader.source.identity

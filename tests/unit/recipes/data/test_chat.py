@@ -268,14 +268,22 @@ def test_where_a_template_is_found(tokenizers, tmp_path):
     folder = tokenizers["Qwen3"].tokenizer_path
     template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
     (tmp_path / "tokenizer.json").write_bytes((ROOT / folder / "tokenizer.json").read_bytes())
+    identities = set()
     for form in (
         template,
         [{"name": "x", "template": ""}, {"name": "default", "template": template}],
     ):
         config = {"chat_template": form, "eos_token": {"content": "<|im_end|>"}}
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-        text = Tokenizer(str(tmp_path)).chat.render(Conversation(SAID))
+        tokenizer = Tokenizer(str(tmp_path))
+        identities.add(tokenizer.chat_identity)
+        text = tokenizer.chat.render(Conversation(SAID))
         assert text == "".join(m["content"] + "<|im_end|>" for m in SAID)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    identities.add(Tokenizer(str(tmp_path)).chat_identity)
+    assert len(identities) == 1
+    (tmp_path / "chat_template.jinja").write_text(template + "x")
+    assert Tokenizer(str(tmp_path)).chat_identity not in identities
 
 
 def parquet(path, rows):
