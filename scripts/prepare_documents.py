@@ -1,9 +1,14 @@
-"""Tokenize text, JSON Lines or Parquet once, for training that reads it without tokenizing.
+"""Tokenize text or conversations once, for training that reads them without tokenizing.
 
     python scripts/prepare_documents.py data/*.jsonl.gz --output prepared/books
     torchrun ... --training.dataset local --training.dataset_path prepared/books
 
-Every text file, JSON line or Parquet row is one document. The output is a folder of memory-mapped
+    python scripts/prepare_documents.py chats.jsonl --output prepared/chats \\
+        --text-column messages --loss-on assistant --tokenizer assets/hf/Llama-3.1-8B-Instruct
+    torchrun ... --training.dataset_path prepared/chats --documents.loss_on assistant
+
+Every text file, line or row is one document; a column of messages is a conversation, a column of
+token ids is taken as it is. The output is a folder of memory-mapped
 Arrow files and a manifest. A preparation that was interrupted goes on when the same command is
 given again; only a folder with a manifest is finished, and training refuses any other.
 """
@@ -20,7 +25,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from recipes.data.records import SUFFIXES, BadDocument
+from recipes.data.readers import SUFFIXES
+from recipes.data.records import BadDocument
 
 if TYPE_CHECKING:
     from recipes.data.prepare import Result
@@ -39,7 +45,17 @@ def parse_args(args: list[str] | None = None) -> argparse.Namespace:
     add("inputs", nargs="+", help=f"files, folders or globs of {', '.join(SUFFIXES)}")
     add("--output", required=True, type=Path, help="folder to write; new, or interrupted before")
     add("--tokenizer", default="assets/tokenizer", help="folder of the model's tokenizer")
-    add("--text-column", default="text", help="JSON key or Parquet column that holds the text")
+    add(
+        "--text-column",
+        default="text",
+        help="JSON key or column that holds text, messages (or prompt, beside completion), or ids",
+    )
+    add(
+        "--loss-on",
+        choices=["all", "assistant", "last"],
+        default="all",
+        help="messages of a conversation that are learned: all, the assistant's, or its last one",
+    )
     add("--workers", type=_positive, default=os.cpu_count(), help="processes that tokenize")
     add("--shard-tokens", type=_positive, default=1 << 26, help="tokens per file, about")
     add(
@@ -88,6 +104,7 @@ def run(args: argparse.Namespace) -> None:
         tokenizer_path=args.tokenizer,
         shard_tokens=args.shard_tokens,
         skip_bad=args.skip_bad,
+        loss_on=args.loss_on,
     )
     if args.overwrite:
         clear(args.output)
@@ -152,6 +169,9 @@ def print_summary(folder: Path, seq_lens: list[int]) -> None:
     total = int(lengths.sum())
     print(f"{folder}: {len(lengths):,} documents, {total:,} tokens, {len(shards.files)} files")
     print(f"longest {lengths.max():,}, median {int(np.median(lengths)):,} tokens")
+    if shards.manifest.get("loss_on"):
+        learned = sum(shard["learned"] for shard in shards.manifest["shards"])
+        print(f"loss on {shards.manifest['loss_on']}: {learned:,} tokens, {learned / total:.1%}")
     print("length in tokens            documents   share of tokens")
     for low, high, count in length_histogram(lengths):
         inside = lengths[(lengths >= low) & (lengths < high)].sum() / total

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from recipes.data.files import find_files
-from recipes.data.records import read_records
+from recipes.data.readers import read_records
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"  # LLaMA-3's names

@@ -41,12 +41,13 @@ class DataSource:
     owner/name, or one of torchtitan's own"""
 
     dataset_path: str | list[str] | None = None
-    """Files, folders or globs of .txt, .jsonl, .json (JSON Lines), these packed as .gz or .zst, and
-    .parquet, one or a list; or a prepared folder (dataset "local"); where torchtitan's own datasets
-    are found"""
+    """Files, folders or globs of .txt, .jsonl, .json (JSON Lines), these packed as .gz or .zst,
+    .parquet, .arrow, .mds, .npy and .bin, one or a list; or a prepared folder (dataset "local");
+    where torchtitan's own datasets are found"""
 
     text_column: Annotated[str, NOT_EMPTY] = "text"
-    """JSON key or column that holds the text of a document"""
+    """JSON key or column that holds the documents: text, lists of token ids (labels, loss_mask and
+    attention_mask beside them are used), or conversations: messages, or prompt with completion"""
 
     dataset_subset: str | None = None
     """Subset (configuration) of a Hugging Face dataset"""
@@ -142,6 +143,12 @@ class Documents:
 
     reset_positions: bool = True
     """Whether RoPE positions begin at 0 in every document (with mask = false, in every sequence)"""
+
+    loss_on: Literal["all", "assistant", "last"] = "all"
+    """Messages of a conversation that are learned: all, those of the assistant, or its last one"""
+
+    too_long: Literal["cut", "leave_out"] = "cut"
+    """What becomes of documents and conversations longer than a sequence"""
 
     shuffle_seed: Annotated[int | None, AT_LEAST_ZERO] = None
     """Prepared documents get a new order every epoch from this seed. Unset: they keep theirs"""

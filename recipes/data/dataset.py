@@ -2,7 +2,6 @@
 
 from functools import partial
 from itertools import islice
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,15 @@ from recipes.config.mixture import source_name, sources_of
 from recipes.config.schema import MixtureSource
 from recipes.config.types import toml
 from recipes.config.values import get
+from recipes.data.content import Content, content_of, without_none
 from recipes.data.files import digest
 from recipes.data.loader import DocumentLoader
 from recipes.data.records import Record
 from recipes.data.shards import is_shard_folder
 from recipes.data.sources import FileSource, HubSource, PreparedSource, Source
+from recipes.data.startup import check_fit
 from recipes.data.streams import Member
-from recipes.data.tokens import tokenizer_identity
+from recipes.data.tokens import tokenizer_identity, vocabulary_of
 from recipes.titan import DATASETS, logger
 
 SAMPLE = Path(__file__).parents[2] / "assets" / "corpus" / "austen.jsonl.gz"
@@ -41,7 +42,7 @@ def build_source(config: Any, section: str, tokenizer: Any) -> Source:
         seed = config.documents.shuffle_seed if section.startswith("training") else None
         return PreparedSource(Path(path), tokenizer_identity(tokenizer), seed)
     if name == "local":
-        return FileSource(path, data.text_column)
+        return FileSource(path, data.text_column, vocabulary_of(tokenizer))
     if name in DATASETS:
         known = DATASETS[name]
         where, details = path or known.path, [name]
@@ -55,7 +56,7 @@ def build_source(config: Any, section: str, tokenizer: Any) -> Source:
             split=data.dataset_split,
             streaming=True,
         )
-        read = itemgetter(data.text_column)
+        read = partial(_read_row, column=data.text_column)
     try:
         return HubSource(where, digest([where, *details]), open_dataset(), read)
     except Exception as error:  # `datasets` raises many kinds, among them its own
@@ -64,6 +65,10 @@ def build_source(config: Any, section: str, tokenizer: Any) -> Source:
         if "onfig name" in reason:
             reason += f" ({section}.dataset_subset)"
         raise ValueError(f"{section}.dataset: {where} cannot be opened: {reason}") from error
+
+
+def _read_row(row: dict[str, Any], column: str) -> Content:
+    return content_of({key: without_none(value) for key, value in row.items()}, column)
 
 
 def tell_of_novels(config: Any, section: str) -> None:
@@ -98,7 +103,7 @@ def check_documents(source: Source, section: str, dp_degree: int) -> None:
             "parallelism.context_parallel_degree"
         )
     if isinstance(documents[0], Record):
-        documents[0].text()
+        documents[0].content()
 
 
 def build_dataloader(
@@ -137,6 +142,8 @@ def _build(
         source = build_source(config, key, tokenizer)
         check_documents(source, key, dp_degree)
         members.append(member_of(config, key, source, infinite))
+    for warning in check_fit(config, section, [m.source for m in members], tokenizer):
+        logger.warning(warning)
     return DocumentLoader(
         members,
         tokenizer,
@@ -147,6 +154,8 @@ def _build(
         packing=config.documents.packing,
         mask=config.documents.mask,
         across=getattr(data, "mixture_packing", "within") == "across",
+        loss_on=config.documents.loss_on,
+        too_long=config.documents.too_long,
         share=share,
         num_workers=data.dataloader.num_workers,
         prefetch_factor=data.dataloader.prefetch_factor or 2,

@@ -1,4 +1,4 @@
-"""Which files a path means: files, folders and globs of text, JSON Lines and Parquet."""
+"""Which files a path means: files, folders and globs of the kinds that can be read."""
 
 import glob
 import hashlib
@@ -8,11 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from recipes.data.records import SUFFIXES
+from recipes.data.readers import SUFFIXES, has_index
 from recipes.data.shards import is_shard_folder
 
-# Text that lies in folders of data and is none.
-_ABOUT = re.compile(r"(readme|licen[cs]e|notice|copying|changelog|citation)\b", re.IGNORECASE)
+# Text that lies in folders of data and is none; the last ones are those of `datasets` and MDS.
+_ABOUT = re.compile(
+    r"(readme|licen[cs]e|notice|copying|changelog|citation)\b"
+    r"|(dataset_info|dataset_dict|state|index)\.json$",
+    re.IGNORECASE,
+)
 
 
 class Found(NamedTuple):
@@ -53,7 +57,7 @@ def find_files(paths: str | Sequence[str]) -> Found:
             }
             if not data:
                 raise ValueError(f"{path}: the folder has no file of a kind that can be read")
-            left_out |= inside - data
+            left_out |= inside - data - {f.with_suffix(".idx") for f in data if has_index(f)}
         else:
             # A name first: it may have brackets.
             names = [path] if Path(path).is_file() else glob.glob(path, recursive=True)

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import groupby, islice, pairwise
 from operator import itemgetter
 from typing import Any
@@ -14,7 +13,8 @@ from recipes.data.loader import DocumentLoader
 from recipes.data.samples import packing_stats
 from recipes.data.sources import PreparedSource
 from recipes.data.statistics import length_histogram
-from recipes.data.streams import Documents, Member
+from recipes.data.streams import Member
+from recipes.data.tokens import encode
 from recipes.titan import IGNORE_INDEX
 
 # Tokens of either end of a stretch, stretches of a document, and documents of a sequence.
@@ -46,7 +46,7 @@ def sequences_text(loader: DocumentLoader, tokenizer: Any, count: int) -> Iterat
 def _sequence_text(
     tokens: torch.Tensor, labels: torch.Tensor, boundaries: torch.Tensor, tokenizer: Any
 ) -> str:
-    stats = packing_stats(boundaries, labels[None])
+    stats = packing_stats(boundaries, tokens[None], labels[None])
     total, padding = len(tokens), round(stats["padding_share"] * len(tokens))
     counted = int((labels != IGNORE_INDEX).sum())
     documents = int(stats["documents"])
@@ -104,15 +104,16 @@ def document_lengths(member: Member, tokenizer: Any) -> tuple[np.ndarray, str]:
 
     Those that a mixture leaves out are left out; the others are as long as before they are cut.
     """
+    which = "all"
     if isinstance(member.source, PreparedSource):
         lengths = member.source.shards.lengths()
-        most = member.max_tokens or lengths.max()
-        return lengths[(lengths >= member.min_tokens) & (lengths <= most)], "all"
-    documents = Documents(replace(member, repeat=False), tokenizer, rank=0, degree=1)
-    first = islice(documents.after(documents.start()), _COUNTED_DOCUMENTS)
-    lengths = np.array([sum(map(len, parts)) for parts, _ in first], dtype=np.int64)
-    which = f"the first {len(lengths):,}" if len(lengths) == _COUNTED_DOCUMENTS else "all"
-    return lengths[lengths > 0], which
+    else:
+        documents = islice(member.source.documents(0, None, rank=0, degree=1), _COUNTED_DOCUMENTS)
+        lengths = np.array([len(encode(tokenizer, x)) for _, x in documents], dtype=np.int64)
+        if len(lengths) == _COUNTED_DOCUMENTS:
+            which = f"the first {len(lengths):,}"
+    most = member.max_tokens or lengths.max()
+    return lengths[(lengths >= member.min_tokens) & (lengths <= most)], which
 
 
 def lengths_text(name: str, lengths: np.ndarray, which: str) -> str:

@@ -57,6 +57,7 @@ class DocumentLoader(BaseDataLoader):
         packing: "pack" or "concat".
         mask: whether labels stay within documents.
         across: whether a sequence may hold documents of several sources.
+        loss_on, too_long: as in `streams.Documents`.
         share: the rows of every batch that this rank takes.
         num_workers: threads that tokenize, for every source; with any, batches are also made ahead
             of their use.
@@ -75,6 +76,8 @@ class DocumentLoader(BaseDataLoader):
         packing: str,
         mask: bool,
         across: bool = False,
+        loss_on: str = "all",
+        too_long: str = "cut",
         share: slice = slice(None),
         num_workers: int = 0,
         prefetch_factor: int = 2,
@@ -90,7 +93,17 @@ class DocumentLoader(BaseDataLoader):
         self.num_workers = num_workers
         self.prefetch_factor = prefetch_factor
         documents = [
-            Documents(member, tokenizer, dp_rank, dp_degree, num_workers, prefetch_factor)
+            Documents(
+                member,
+                tokenizer,
+                dp_rank,
+                dp_degree,
+                seq_len=seq_len,
+                loss_on=loss_on,
+                too_long=too_long,
+                num_workers=num_workers,
+                prefetch_factor=prefetch_factor,
+            )
             for member in members
         ]
         weights = [member.weight for member in members]
@@ -198,9 +211,6 @@ class DocumentLoader(BaseDataLoader):
                 "added, removed or changed, another mixture or order of sources, or other "
                 f"settings); restore them, {REMEDY}"
             )
-        if "state" not in place:  # written by version 0.1.0, which had one source
-            stream = {"documents": place, "pending": place["pending"]}
-            place["state"] = {"streams": [stream], "owed": [0.0], "given": [0]}
         state = from_json(place["state"], io.BytesIO(saved["tokens"]))
         assert isinstance(state, Packs | Shares)
         self._state = self._begun_anew(state)

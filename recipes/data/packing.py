@@ -18,8 +18,6 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-IGNORE = -100
-
 # Look-ahead of best fit: sequences, and at least so many tokens (short sequences need more than
 # a few documents to choose from).
 _LOOKAHEAD_SEQUENCES = 8
@@ -29,34 +27,34 @@ _LOOKAHEAD_TOKENS = 65536
 class Piece(NamedTuple):
     """A document or a part of it, as it lies in a sequence.
 
-    tokens: (n,) int32, at least one.
-    following: the document's next token, which is the target of the last one here; IGNORE at the
+    tokens: (n,) int32, at least one, as `targets` has them.
+    following: the document's next token, which is the target of the last one here; None at the
         document's end.
     """
 
     tokens: np.ndarray
-    following: int
+    following: int | None
 
 
 class Packed(NamedTuple):
     """One sequence: pieces of seq_len tokens together, or fewer (the rest is padding).
 
     following: the token that follows the last piece in the joined stream even if it belongs to
-        another document; IGNORE if there is none.
+        another document; None if there is none.
     """
 
     pieces: list[Piece]
-    following: int
+    following: int | None
 
 
 # A sequence without any target: fills the last batch of a finite data set.
-PADDING = Packed([], IGNORE)
+PADDING = Packed([], None)
 
 
 class Pending(NamedTuple):
     """A document that waits, or what is left of it.
 
-    tokens: (n,) int32, n >= 1.
+    tokens: (n,) int32, n >= 1, as `targets` has them.
     epoch: the pass over the data in which it was read.
     cut: whether its head lies in a sequence already.
     """
@@ -81,7 +79,7 @@ class Packer(Protocol):
 
 
 def _cut(tokens: np.ndarray, length: int) -> Piece:
-    return Piece(tokens[:length], int(tokens[length]) if length < len(tokens) else IGNORE)
+    return Piece(tokens[:length], int(tokens[length]) if length < len(tokens) else None)
 
 
 class BestFitPacker:
@@ -179,7 +177,7 @@ class ConcatPacker:
             piece = self._take(room)
             pieces.append(piece)
             room -= len(piece.tokens)
-        following = int(self._take(1).tokens[0]) if self._waiting else IGNORE
+        following = int(self._take(1).tokens[0]) if self._waiting else None
         return Packed(pieces, following)
 
     def _take(self, room: int) -> Piece:

@@ -5,6 +5,7 @@ and where to go on, so an interrupted preparation continues after its last whole
 depend on the input and the settings alone, not on the number of workers or interruptions.
 """
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -16,9 +17,11 @@ from typing import Any
 
 import numpy as np
 
+from recipes.data.content import Conversation
 from recipes.data.files import files_identity
 from recipes.data.parallel import ordered_map
-from recipes.data.records import BadDocument, Record, read_records
+from recipes.data.readers import read_records
+from recipes.data.records import BadDocument, Record
 from recipes.data.shards import (
     FORMAT,
     MANIFEST,
@@ -29,7 +32,9 @@ from recipes.data.shards import (
     write_json,
     write_shard,
 )
-from recipes.data.tokens import Tokenizer, encode, tokenizer_identity
+from recipes.data.targets import are_targets
+from recipes.data.token_files import Vocabulary
+from recipes.data.tokens import Tokenizer, encode, tokenizer_identity, vocabulary_of
 
 # A worker's portion: so many documents or bytes of a file, whichever comes first.
 _CHUNK_DOCUMENTS = 64
@@ -45,9 +50,10 @@ Result = tuple[Place, int, np.ndarray | BadDocument]
 class Settings:
     """What decides the content of the shards.
 
-    files: in order. text_column: JSON key or Parquet column. tokenizer_path: a folder.
+    files: in order. text_column: JSON key or column. tokenizer_path: a folder.
     shard_tokens: a shard is closed after the document that reaches so many tokens.
     skip_bad: leave bad documents out and count them.
+    loss_on: which messages of conversations are learned, see `tokens.encode`.
     """
 
     files: list[Path]
@@ -55,6 +61,7 @@ class Settings:
     tokenizer_path: str
     shard_tokens: int
     skip_bad: bool
+    loss_on: str = "all"
 
 
 def prepare(
@@ -75,18 +82,33 @@ def prepare(
 
     Raises:
         BadDocument: without `skip_bad`, at the first one.
-        ValueError: the folder is in use, or there is no document.
+        ValueError: the folder is in use, there is no document, or no conversation to which a
+            loss on turns applies.
     """
     tokenizer = load_tokenizer(settings.tokenizer_path)
     tokenizer.warn_without_eos()
-    state = _open(output, settings, tokenizer_identity(tokenizer))
+    wanted = {
+        "files": files_identity(settings.files, settings.text_column),
+        "tokenizer": tokenizer_identity(tokenizer),
+        "shard_tokens": settings.shard_tokens,
+    }
+    if _has_conversations(settings, tokenizer):
+        wanted["loss_on"] = settings.loss_on
+        wanted["chat_template"] = tokenizer.chat_identity
+    elif settings.loss_on != "all":
+        raise ValueError(
+            f"--loss-on {settings.loss_on}: {settings.files[0]} holds no conversations; allowed: "
+            "all, or --text-column with a column of messages"
+        )
+    state = _open(output, wanted)
     documents: list[np.ndarray] = []
     tokens = 0
     # The fork server imports torch once; workers are forked from it in milliseconds.
     context = get_context("forkserver")
     context.set_forkserver_preload(["recipes.data.prepare", "torchtitan.components.tokenizer"])
-    with ProcessPoolExecutor(workers, context, _start_worker, (settings.tokenizer_path,)) as pool:
-        chunks = _chunks(settings, *state["after"])
+    of_workers = settings.tokenizer_path, settings.loss_on
+    with ProcessPoolExecutor(workers, context, _start_worker, of_workers) as pool:
+        chunks = _chunks(settings, vocabulary_of(tokenizer), *state["after"])
         for results in ordered_map(pool, _encode_chunk, chunks, in_flight=4 * workers):
             for place, offset, result in results:
                 on_document((place, offset, result))
@@ -124,13 +146,17 @@ def load_tokenizer(path: str) -> Any:
         raise ValueError(f"--tokenizer {path}: {error}") from None
 
 
-def _open(output: Path, settings: Settings, tokenizer: str) -> dict[str, Any]:
+def _has_conversations(settings: Settings, tokenizer: Any) -> bool:
+    """Whether the first good document is a conversation."""
+    for chunk in _chunks(settings, vocabulary_of(tokenizer), 0, 0):
+        for _, record in chunk:
+            with contextlib.suppress(BadDocument):
+                return isinstance(record.content(), Conversation)
+    return False
+
+
+def _open(output: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     """The state of a new preparation, or of one that goes on."""
-    wanted = {
-        "files": files_identity(settings.files, settings.text_column),
-        "tokenizer": tokenizer,
-        "shard_tokens": settings.shard_tokens,
-    }
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -180,6 +206,7 @@ def _add_shard(
             "documents": len(documents),
             "tokens": sum(map(len, documents)),
             "longest": max(map(len, documents)),
+            "learned": sum(int(are_targets(document).sum()) for document in documents),
         }
     )
     state["after"] = list(place)
@@ -200,6 +227,7 @@ def _finish(output: Path, state: dict[str, Any], settings: Settings) -> dict[str
         "longest": max(shard["longest"] for shard in shards),
         "bad_documents": state["bad_documents"],
         "text_column": settings.text_column,
+        "loss_on": state["settings"].get("loss_on"),
         "shards": shards,
     }
     write_json(output / MANIFEST, manifest)
@@ -207,13 +235,16 @@ def _finish(output: Path, state: dict[str, Any], settings: Settings) -> dict[str
     return manifest
 
 
-def _chunks(settings: Settings, first_file: int, done: int) -> Iterator[Chunk]:
+def _chunks(
+    settings: Settings, vocabulary: Vocabulary, first_file: int, done: int
+) -> Iterator[Chunk]:
     """The records after line or row `done` of file number `first_file`, in portions."""
     for index in range(first_file, len(settings.files)):
         skip = done if index == first_file else 0
         chunk: Chunk = []
         start = 0
-        for record in read_records(settings.files[index], settings.text_column, skip):
+        file = settings.files[index]
+        for record in read_records(file, settings.text_column, skip, vocabulary):
             chunk.append(((index, record.number), record))
             if len(chunk) == _CHUNK_DOCUMENTS or record.offset - start >= _CHUNK_BYTES:
                 yield chunk
@@ -223,12 +254,14 @@ def _chunks(settings: Settings, first_file: int, done: int) -> Iterator[Chunk]:
 
 
 _tokenizer: Any = None  # of a worker process
+_loss_on = "all"
 
 
-def _start_worker(tokenizer_path: str) -> None:
-    global _tokenizer
+def _start_worker(tokenizer_path: str, loss_on: str) -> None:
+    global _tokenizer, _loss_on
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per core is parallel enough
     _tokenizer = load_tokenizer(tokenizer_path)
+    _loss_on = loss_on
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
@@ -246,6 +279,6 @@ def _encode_chunk(chunk: Chunk) -> list[Result]:
 
 def _encode(record: Record) -> np.ndarray | BadDocument:
     try:
-        return encode(_tokenizer, record)
+        return encode(_tokenizer, record, _loss_on)
     except BadDocument as error:
         return error

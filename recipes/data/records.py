@@ -1,9 +1,11 @@
-"""Text files as records: one document each, decoded late and by whoever needs it.
+"""Files as records: one document each, decoded late and by whoever needs it.
 
-A record carries the raw bytes of a document and says where they stand. `text()` decodes, parses and
-checks them, so that the reading loop stays cheap, the costly part runs in a worker (records can be
-pickled), and a document that belongs to another rank is never parsed. Whatever is wrong with a
-document is found in `text()` and raised as `BadDocument`, naming file, line and remedy.
+A record carries the raw bytes of a document and says where they stand. `content()` decodes, parses
+and checks them, so that the reading loop stays cheap, the costly part runs in a worker (records can
+be pickled), and a document that belongs to another rank is never parsed. Whatever is wrong with a
+document is found in `content()` and raised as `BadDocument`, naming file, line and remedy.
+
+Here are text files and JSON Lines; `tables` and `token_files` have the others.
 """
 
 import contextlib
@@ -17,16 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, cast
 
+import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-_LINES = (".jsonl", ".json")
-_TEXT = (".txt",)
-_PACKED = (".gz", ".zst")
-SUFFIXES = (
-    *(kind + packed for kind in (*_TEXT, *_LINES) for packed in ("", *_PACKED)),
-    ".parquet",
-)
+from recipes.data.content import Content, content_of
+
 # Of one document, unpacked: 8 to 16 million tokens. Tokenizers take a hundred times the memory of
 # what they read, and a small packed file can be a line without end.
 MAX_BYTES = 1 << 25
@@ -37,8 +34,6 @@ REMEDY = (
 )
 
 _UNREADABLE = (OSError, EOFError, zlib.error)
-# Rows of a Parquet file held decoded at a time; a row may be a whole book.
-_PARQUET_ROWS = 16
 
 
 class BadDocument(ValueError):
@@ -74,17 +69,32 @@ class Record(ABC):
     def place(self) -> str:
         return f"{self.path}, {self.unit} {self.number}"
 
-    def text(self) -> str:
+    def content(self) -> Content:
         """The document. Raises BadDocument if it is empty, too long or cannot be decoded."""
-        text = self._decode()
-        if len(text) > MAX_BYTES:
-            raise _too_long(self.place)
-        if not text.strip():
-            raise BadDocument(self.place, "the document is empty")
-        return text
+        try:
+            content = self._decode()
+        except BadDocument:
+            raise
+        except ValueError as error:
+            raise BadDocument(self.place, str(error)) from None
+        if isinstance(content, str):
+            if len(content) > MAX_BYTES:
+                raise too_long(self.place)
+            if not content.strip():
+                raise BadDocument(self.place, "the document is empty")
+        return content
+
+    def text(self) -> str:
+        """The document, where only text will do."""
+        content = self.content()
+        if not isinstance(content, str):
+            found = "token ids" if isinstance(content, np.ndarray) else "a conversation"
+            raise BadDocument(self.place, f"{found} found, text is expected")
+        return content
 
     @abstractmethod
-    def _decode(self) -> str: ...
+    def _decode(self) -> Content:
+        """The content. A ValueError is what is wrong with it, without the place."""
 
     def _utf8(self, raw: bytes) -> str:
         try:
@@ -113,7 +123,7 @@ class TextFile(Record):
         except _UNREADABLE as error:
             raise BadDocument(self.path, f"cannot be read ({error})") from None
         if len(raw) > MAX_BYTES:
-            raise _too_long(self.path)
+            raise too_long(self.path)
         return self._utf8(raw)
 
 
@@ -124,7 +134,7 @@ class JsonLine(Record):
     raw: bytes
     column: str
 
-    def _decode(self) -> str:
+    def _decode(self) -> Content:
         line = self._utf8(self.raw)
         try:
             value = json.loads(line)
@@ -139,29 +149,15 @@ class JsonLine(Record):
                 self.place, f"a JSON object is expected, found {type(value).__name__}"
             )
         if self.column not in value:
-            raise _missing_column(self.place, self.column, list(value))
-        text = value[self.column]
-        if not isinstance(text, str):
-            cause = f"column {self.column!r} is {type(text).__name__}, text is expected"
-            raise BadDocument(self.place, cause)
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError:
-            cause = f"column {self.column!r} holds half of a surrogate pair, which is no text"
-            raise BadDocument(self.place, cause) from None
-        return text
-
-
-@dataclass(frozen=True)
-class ParquetRow(Record):
-    """One row of a Parquet file; `raw` is None for null."""
-
-    raw: bytes | None
-
-    unit = "row"
-
-    def _decode(self) -> str:
-        return "" if self.raw is None else self._utf8(self.raw)
+            raise missing_column(self.place, self.column, list(value))
+        content = content_of(value, self.column)
+        if isinstance(content, str):
+            try:
+                content.encode("utf-8")
+            except UnicodeEncodeError:
+                cause = f"column {self.column!r} holds half of a surrogate pair, which is no text"
+                raise BadDocument(self.place, cause) from None
+        return content
 
 
 @dataclass(frozen=True)
@@ -170,25 +166,8 @@ class Broken(Record):
 
     error: BadDocument
 
-    def _decode(self) -> str:
+    def _decode(self) -> Content:
         raise self.error
-
-
-def read_records(path: Path, column: str, skip: int = 0) -> Iterator[Record]:
-    """All records of a file after the first `skip` lines, rows or documents, in order.
-
-    Args:
-        path: a file whose name ends in one of SUFFIXES.
-        column: JSON key or Parquet column that holds the text; text files have none.
-        skip: how many lines, rows or documents to pass over, as counted by `Record.number`.
-    """
-    if path.name.endswith(tuple(s for s in SUFFIXES if s.startswith(_TEXT))):
-        if skip == 0:
-            yield TextFile(str(path), 1, path.stat().st_size)
-    elif path.name.endswith(".parquet"):
-        yield from _parquet_rows(path, column, skip)
-    else:
-        yield from _json_lines(path, column, skip)
 
 
 @contextlib.contextmanager
@@ -204,7 +183,8 @@ def _open(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
             yield stored, stored
 
 
-def _json_lines(path: Path, column: str, skip: int) -> Iterator[Record]:
+def read_json_lines(path: Path, column: str, skip: int) -> Iterator[Record]:
+    """The lines of a file after the first `skip`; `readers.read_records` has the arguments."""
     number = 0
     offset = 0
     try:
@@ -214,7 +194,7 @@ def _json_lines(path: Path, column: str, skip: int) -> Iterator[Record]:
                 if number <= skip or line.isspace():
                     continue
                 if len(line) > MAX_BYTES:
-                    yield Broken(str(path), number, offset, _too_long(f"{path}, line {number}"))
+                    yield Broken(str(path), number, offset, too_long(f"{path}, line {number}"))
                 else:
                     yield JsonLine(str(path), number, offset, line, column)
     except _UNREADABLE as error:
@@ -236,42 +216,15 @@ def _lines(file: IO[bytes]) -> Iterator[bytes]:
         yield line
 
 
-def _parquet_rows(path: Path, column: str, skip: int) -> Iterator[Record]:
-    row = 0
-    size = path.stat().st_size
-    try:
-        with pq.ParquetFile(path, memory_map=True) as file:
-            if column not in file.schema_arrow.names:
-                raise _missing_column(str(path), column, file.schema_arrow.names, "")
-            kind = file.schema_arrow.field(column).type
-            if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-                raise BadDocument(str(path), f"column {column!r} is {kind}, text is expected")
-            groups = range(file.num_row_groups)
-            rows = file.metadata.num_rows
-            while groups and row + file.metadata.row_group(groups[0]).num_rows <= skip:
-                row += file.metadata.row_group(groups[0]).num_rows
-                groups = groups[1:]
-            for batch in file.iter_batches(_PARQUET_ROWS, list(groups), [column]):
-                for value in batch.column(0):
-                    row += 1
-                    if row > skip:
-                        raw = value.as_buffer().to_pybytes() if value.is_valid else None
-                        yield ParquetRow(str(path), row, size * row // rows, raw)
-    except BadDocument as error:
-        yield Broken(str(path), row + 1, size, error)
-    except (OSError, pa.ArrowException) as error:
-        cause = f"cannot be read as Parquet ({str(error).splitlines()[0]})"
-        remedy = "fetch or write the file anew"
-        yield Broken(str(path), row + 1, size, BadDocument(str(path), cause, remedy))
-
-
-def _too_long(place: str) -> BadDocument:
+def too_long(place: str) -> BadDocument:
+    """What is wrong with a document of more than MAX_BYTES."""
     return BadDocument(place, f"longer than {MAX_BYTES >> 20} MiB, the limit of one document")
 
 
-def _missing_column(
+def missing_column(
     place: str, column: str, found: list[str], otherwise: str = f", or {REMEDY}"
 ) -> BadDocument:
+    """What is wrong with a row or a file that has other columns."""
     cause = f"column {column!r} is missing (found: {', '.join(map(str, found)) or 'none'})"
-    remedy = "name the column that holds the text with text_column (--text-column)"
+    remedy = "name the column that holds the documents with text_column (--text-column)"
     return BadDocument(place, cause, remedy + otherwise)

@@ -4,10 +4,13 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from recipes.data.packing import IGNORE, Packed
+from recipes.data.packing import Packed
+from recipes.data.targets import are_targets, token_ids
 
+IGNORE = -100
 PAD = 0
 
 # Least width of a row of boundaries.
@@ -25,29 +28,31 @@ class Sample(NamedTuple):
 def build_sample(packed: Packed, seq_len: int, mask: bool) -> Sample:
     """Lay pieces one after another; pad at the tail.
 
-    The label of a token is the token that follows it. With `mask` no label crosses a border: the
-    last token of a document (its EOS, if the tokenizer has one) has none, and EOS itself is the
-    last target; a document that goes on in another sequence keeps the target of its last token
-    here. Without `mask` the sequence is one text and labels cross borders. Padding has no labels
-    and is a document of its own.
+    The label of a token is the token that follows it, if that one is learned (see `targets`). With
+    `mask` no label crosses a border: the last token of a document (its EOS, if the tokenizer has
+    one) has none, and EOS itself is the last target; a document that goes on in another sequence
+    keeps the target of its last token here. Without `mask` the sequence is one text and labels
+    cross borders. Padding has no labels and is a document of its own.
     """
-    tokens = torch.full((seq_len,), PAD, dtype=torch.int64)
-    labels = torch.full((seq_len,), IGNORE, dtype=torch.int64)
+    tokens = np.full(seq_len, PAD, np.int64)
+    labels = np.full(seq_len, IGNORE, np.int64)
     boundaries = [0]
     for index, piece in enumerate(packed.pieces):
         start = boundaries[-1]
         end = start + len(piece.tokens)
-        tokens[start:end] = torch.from_numpy(piece.tokens.astype("int64"))
-        labels[start : end - 1] = tokens[start + 1 : end]
-        labels[end - 1] = piece.following
-        if not mask and piece.following == IGNORE:
+        following = piece.following
+        if not mask and following is None:
             last = index + 1 == len(packed.pieces)
-            following = packed.following if last else packed.pieces[index + 1].tokens[0]
-            labels[end - 1] = int(following)
+            following = packed.following if last else int(packed.pieces[index + 1].tokens[0])
+        tokens[start:end] = token_ids(piece.tokens)
+        inside = piece.tokens[1:]
+        labels[start : end - 1] = np.where(are_targets(inside), inside, IGNORE)
+        if following is not None and following >= 0:
+            labels[end - 1] = following
         boundaries.append(end)
     if boundaries[-1] < seq_len:
         boundaries.append(seq_len)
-    return Sample(tokens, labels, boundaries)
+    return Sample(torch.from_numpy(tokens), torch.from_numpy(labels), boundaries)
 
 
 def collate(samples: Sequence[Sample]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -67,14 +72,16 @@ def collate(samples: Sequence[Sample]) -> tuple[dict[str, torch.Tensor], torch.T
     return inputs, torch.stack([sample.labels for sample in samples])
 
 
-def packing_stats(boundaries: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
+def packing_stats(
+    boundaries: torch.Tensor, tokens: torch.Tensor, labels: torch.Tensor
+) -> dict[str, Any]:
     """What a batch holds, for the metrics.
 
-    A last document without any target is padding.
+    A last document of nothing but padding tokens, without any target, is padding.
 
     Args:
         boundaries: (B, N) int64, CPU.
-        labels: (B, S) int64, CPU, as loaded (before it is sharded).
+        tokens, labels: (B, S) int64, CPU, as loaded (before they are sharded).
 
     Returns:
         documents: documents per sequence, mean over the rows (parts count as documents).
@@ -82,10 +89,11 @@ def packing_stats(boundaries: torch.Tensor, labels: torch.Tensor) -> dict[str, A
         padding_share: padding tokens / all tokens.
     """
     documents = padding = longest = 0
-    for row, row_labels in zip(boundaries.tolist(), labels, strict=True):
+    for row, row_tokens, row_labels in zip(boundaries.tolist(), tokens, labels, strict=True):
         borders = sorted(set(row))
         lengths = [end - start for start, end in pairwise(borders)]
-        if bool((row_labels[borders[-2] :] == IGNORE).all()):
+        last = slice(borders[-2], None)
+        if bool((row_labels[last] == IGNORE).all() and (row_tokens[last] == PAD).all()):
             padding += lengths.pop()
         documents += len(lengths)
         longest = max([longest, *lengths])

@@ -15,9 +15,12 @@ import datasets
 import numpy as np
 from datasets.distributed import split_dataset_by_node
 
+from recipes.data.content import Content
 from recipes.data.files import digest, files_identity, find_files
-from recipes.data.records import BadDocument, Record, read_records
+from recipes.data.readers import read_records
+from recipes.data.records import BadDocument, Record
 from recipes.data.shards import ShardFolder
+from recipes.data.token_files import Vocabulary
 from recipes.titan import logger
 
 Cursor = dict[str, Any]
@@ -35,14 +38,17 @@ class Source(Protocol):
 
 
 class FileSource:
-    """Text, JSON Lines and Parquet files, read in the order of their names."""
+    """Files of the kinds that `readers` knows, read in the order of their names."""
 
-    def __init__(self, paths: str | Sequence[str], column: str) -> None:
+    def __init__(
+        self, paths: str | Sequence[str], column: str, vocabulary: Vocabulary | None = None
+    ) -> None:
         found = find_files(paths)
         if found.left_out:
             logger.info(f"{paths}: {found.told()}")
         self.files = found.files
         self.column = column
+        self.vocabulary = vocabulary
         self.identity = files_identity(self.files, column)
 
     def documents(
@@ -52,7 +58,7 @@ class FileSource:
         document = cursor["document"]
         for index in range(cursor["file"], len(self.files)):
             skip = cursor["record"] if index == cursor["file"] else 0
-            for record in read_records(self.files[index], self.column, skip):
+            for record in read_records(self.files[index], self.column, skip, self.vocabulary):
                 document += 1
                 if (document - 1) % degree == rank:
                     yield {"file": index, "record": record.number, "document": document}, record
@@ -66,6 +72,9 @@ class PreparedSource:
 
     Raises:
         ValueError: the folder is unfinished or damaged, or was prepared with another tokenizer.
+
+    Attributes:
+        loss_on: which messages of its conversations are learned; None if it has none.
     """
 
     def __init__(self, folder: Path, tokenizer_identity: str, shuffle_seed: int | None) -> None:
@@ -78,8 +87,17 @@ class PreparedSource:
                 f"model.hf_assets_path holds another one ({tokenizer_identity[:12]}); prepare the "
                 "documents with the model's tokenizer"
             )
+        self.loss_on: str | None = manifest.get("loss_on")
         self.shuffle_seed = shuffle_seed
         self.identity = digest([manifest["shards"], shuffle_seed])
+
+    def check_loss_on(self, wanted: str) -> None:
+        """Raise ValueError if the conversations were prepared for another loss."""
+        if self.loss_on not in (None, wanted):
+            raise ValueError(
+                f'documents.loss_on = "{wanted}": {self.shards.folder} was prepared with --loss-on '
+                f'{self.loss_on}; allowed: "{self.loss_on}", or prepare the conversations anew'
+            )
 
     def documents(
         self, epoch: int, cursor: Cursor | None, rank: int, degree: int
@@ -93,14 +111,14 @@ class PreparedSource:
 
 @dataclass(frozen=True)
 class Row(Record):
-    """A row of a Hugging Face dataset, its text read already."""
+    """A row of a Hugging Face dataset, its document read already."""
 
-    content: str
+    value: Content
 
     unit = "row"
 
-    def _decode(self) -> str:
-        return self.content
+    def _decode(self) -> Content:
+        return self.value
 
 
 class HubSource:
@@ -113,11 +131,12 @@ class HubSource:
         name: for messages.
         identity: what was opened.
         dataset: a `datasets.Dataset` or `IterableDataset`.
-        read: takes the text from a row; a KeyError means that the column is missing.
+        read: takes the document from a row; a KeyError means that the column is missing, another
+            ValueError says what is wrong with it.
     """
 
     def __init__(
-        self, name: str, identity: str, dataset: Any, read: Callable[[dict[str, Any]], Any]
+        self, name: str, identity: str, dataset: Any, read: Callable[[dict[str, Any]], Content]
     ) -> None:
         self.name = name
         self.identity = identity
@@ -140,24 +159,22 @@ class HubSource:
             rows = part.skip(min(done, len(part)))
         warned = False
         for number, row in enumerate(rows, done + 1):
-            text = self._text(row, number)
-            if text and not text.isspace():
+            content = self._content(row, number)
+            if not isinstance(content, str) or (content and not content.isspace()):
                 after: Cursor = {"row": number}
                 if streaming:
                     after["state"] = part.state_dict()
-                yield after, Row(self.name, number, 0, text)
+                yield after, Row(self.name, number, 0, content)
             elif not warned:
                 logger.warning(f"{self.name}, row {number}: no text; such rows are left out")
                 warned = True
 
-    def _text(self, row: dict[str, Any], number: int) -> str | None:
-        place = f"{self.name}, row {number}"
-        remedy = "name the column that holds the text with text_column"
+    def _content(self, row: dict[str, Any], number: int) -> Content:
         try:
-            text = self._read(row)
+            return self._read(row)
         except KeyError as error:
             cause = f"column {error} is missing (found: {', '.join(row)})"
-            raise BadDocument(place, cause, remedy) from None
-        if text is not None and not isinstance(text, str):
-            raise BadDocument(place, f"{type(text).__name__} found, text expected", remedy)
-        return text
+        except ValueError as error:
+            cause = str(error)
+        remedy = "name the column that holds the documents with text_column"
+        raise BadDocument(f"{self.name}, row {number}", cause, remedy)

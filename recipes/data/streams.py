@@ -19,6 +19,7 @@ from recipes.data.records import Record
 from recipes.data.sources import Source
 from recipes.data.state import USED_UP, Packs, Position, Shares
 from recipes.data.tokens import encode
+from recipes.titan import logger
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,9 @@ class Documents:
 
     Args:
         rank, degree: this rank and the number of ranks that read different documents.
+        seq_len: tokens of a sequence.
+        loss_on: which messages of a conversation are learned, see `tokens.encode`.
+        too_long: documents longer than a sequence are "cut" by the packer, or "leave_out".
         num_workers: threads that tokenize.
         prefetch_factor: documents in flight per worker.
     """
@@ -70,6 +74,10 @@ class Documents:
         tokenizer: Any,
         rank: int,
         degree: int,
+        *,
+        seq_len: int,
+        loss_on: str = "all",
+        too_long: str = "cut",
         num_workers: int = 0,
         prefetch_factor: int = 2,
     ) -> None:
@@ -77,8 +85,12 @@ class Documents:
         self.tokenizer = tokenizer
         self.rank = rank
         self.degree = degree
+        self.seq_len = seq_len
+        self.loss_on = loss_on
+        self.too_long = too_long
         self.num_workers = num_workers
         self.prefetch_factor = prefetch_factor
+        self._long_documents = 0
 
     def start(self) -> Position:
         return Position()
@@ -86,14 +98,26 @@ class Documents:
     def after(self, state: Position) -> Iterator[tuple[list[np.ndarray], Position]]:
         last_used = state.epoch  # the last pass of which a document gave a token
         for parts, position in self._encoded(self._records(state)):
+            if parts and len(parts[0]) > self.seq_len:
+                parts = self._limit(parts)
             if parts:
                 last_used = position.epoch
             elif position.epoch > last_used + 1:
                 raise ValueError(
                     f"{self.member.name}: the tokenizer makes no token of any document, or "
-                    "min_tokens and max_tokens leave all of them out"
+                    "min_tokens, max_tokens or documents.too_long leave all of them out"
                 )
             yield parts, position
+
+    def _limit(self, parts: list[np.ndarray]) -> list[np.ndarray]:
+        """What is used of a document that is longer than a sequence; says how many there were."""
+        self._long_documents += 1
+        if self._long_documents.bit_count() == 1:  # 1, 2, 4, 8, ...
+            logger.info(
+                f"{self.member.name}: documents longer than a sequence of {self.seq_len:,} tokens: "
+                f"{self._long_documents} {'cut' if self.too_long == 'cut' else 'left out'} so far"
+            )
+        return parts if self.too_long == "cut" else []
 
     def _encoded(
         self, records: Iterator[tuple[Record | np.ndarray, Position]]
@@ -107,7 +131,7 @@ class Documents:
         self, item: tuple[Record | np.ndarray, Position]
     ) -> tuple[list[np.ndarray], Position]:
         document, position = item
-        tokens = encode(self.tokenizer, document)
+        tokens = encode(self.tokenizer, document, self.loss_on)
         member = self.member
         most = len(tokens) if member.max_tokens is None else member.max_tokens
         if not max(member.min_tokens, 1) <= len(tokens) <= most:

@@ -1,12 +1,18 @@
 """Documents to token ids."""
 
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from recipes.data.chat import ChatTemplate, find_chat_template, read_chat_template
+from recipes.data.content import Conversation
 from recipes.data.files import digest
 from recipes.data.records import BadDocument, Record
 from recipes.data.sources import Row
+from recipes.data.targets import with_targets
+from recipes.data.token_files import Vocabulary
 from recipes.titan import HuggingFaceTokenizer, logger
 
 # Exercises merges, spaces, digits, punctuation and characters outside ASCII.
@@ -38,6 +44,30 @@ class Tokenizer(HuggingFaceTokenizer):
         last = [self.eos_id] if add_eos and self.eos_id is not None else []
         return [*first, *ids, *last]
 
+    def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Ids (n,) of a text, and (n, 2) where in it each begins and ends, without BOS and EOS."""
+        encoding = self.tokenizer.encode(text, add_special_tokens=False)
+        offsets = np.array(encoding.offsets).reshape(-1, 2)
+        # Some tokenizers leave spaces out of the offsets; every character belongs to a token.
+        begins = np.minimum(offsets[:, 0], np.concatenate([[0], offsets[:-1, 1]]))
+        return np.array(encoding.ids, np.int32), np.stack([begins, offsets[:, 1]], axis=1)
+
+    @cached_property
+    def chat(self) -> ChatTemplate:
+        """The chat template. Raises ValueError if there is none."""
+        return read_chat_template(Path(self.tokenizer_path), self.config or {})
+
+    @property
+    def chat_identity(self) -> str:
+        """A hash of the text of the chat template, or of none."""
+        return digest(find_chat_template(Path(self.tokenizer_path), self.config or {}))
+
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """Text and id of the tokens that no text makes by itself, as the end of a turn."""
+        added = self.tokenizer.get_added_tokens_decoder()
+        return {token.content: number for number, token in added.items() if token.special}
+
     def warn_without_eos(self) -> None:
         """Say that documents will not end with EOS. (To have no BOS is usual.)"""
         if self.eos_id is None:
@@ -54,23 +84,59 @@ def build_tokenizer(config: Any) -> Tokenizer:
     return tokenizer
 
 
-def encode(tokenizer: Any, document: Record | np.ndarray) -> np.ndarray:
-    """Token ids (n,) int32 of a document with BOS and EOS where the tokenizer has them.
+def encode(tokenizer: Any, document: Record | np.ndarray, loss_on: str = "all") -> np.ndarray:
+    """Token ids (n,) int32 of a document, as `targets` has them.
 
-    An array is a document that was tokenized before, and stays as it is. Of a row of a Hugging Face
-    dataset nothing may be left, (0,).
+    A text gets BOS and EOS where the tokenizer has them, a conversation what its template writes.
+    An array and token ids from elsewhere are documents that were tokenized before, and stay as they
+    are. Of a row of a Hugging Face dataset nothing may be left, (0,).
+
+    Args:
+        loss_on: which messages of a conversation are learned: "all", those of the "assistant", or
+            the "last" of these.
 
     Raises:
         BadDocument: nothing is left of the document, or it cannot be decoded.
     """
     if isinstance(document, np.ndarray):
         return document
-    ids = tokenizer.encode(document.text(), add_bos=True, add_eos=True)
+    content = document.content()
+    if isinstance(content, np.ndarray):
+        return content
+    if isinstance(content, Conversation):
+        try:
+            return _encode_conversation(tokenizer, content, loss_on)
+        except ValueError as error:
+            raise BadDocument(document.place, str(error)) from None
+    ids = tokenizer.encode(content, add_bos=True, add_eos=True)
     if all(i in (tokenizer.bos_id, tokenizer.eos_id) for i in ids):
         if not isinstance(document, Row):
             raise BadDocument(document.place, "the tokenizer makes no token of it")
         ids = []
     return np.array(ids, dtype=np.int32)
+
+
+def _encode_conversation(tokenizer: Any, conversation: Conversation, loss_on: str) -> np.ndarray:
+    if loss_on == "all":
+        text, spans = tokenizer.chat.render(conversation), None
+    else:
+        special = tuple(tokenizer.special_tokens)
+        text, spans = tokenizer.chat.turns(conversation, special, last=loss_on == "last")
+    text.encode("utf-8")  # half of a surrogate pair is no text
+    ids, offsets = tokenizer.encode_with_offsets(text)
+    if spans is None:
+        return ids
+    # As transformers does, a token is learned that has a learned character in it.
+    learned = np.zeros(len(ids), bool)
+    for begin, end in spans:
+        first = np.searchsorted(offsets[:, 1], begin, side="right")
+        learned[first : np.searchsorted(offsets[:, 0], end)] = True
+    return with_targets(ids, learned)
+
+
+def vocabulary_of(tokenizer: Any) -> Vocabulary:
+    """What is to be known of a tokenizer to read documents that it made."""
+    return Vocabulary(tokenizer.get_vocab_size(), tokenizer.eos_id)
 
 
 def tokenizer_identity(tokenizer: Any) -> str:

@@ -7,6 +7,7 @@ import numpy as np
 
 from recipes.data.records import Record
 from recipes.data.sources import Source
+from recipes.data.targets import token_ids
 from recipes.titan import logger
 
 # Noise that RULER and the passkey papers repeat (arXiv 2305.16300, 2404.06654).
@@ -50,7 +51,10 @@ class Haystack:
         parts: list[np.ndarray] = []
         total = 0
         for _, document in source.documents(0, None, rank=0, degree=1):
-            part = encode(document.text()) if isinstance(document, Record) else document
+            if isinstance(document, Record):
+                content = document.content()
+                document = content if isinstance(content, np.ndarray) else encode(document.text())
+            part = token_ids(document)
             parts.append(np.asarray(part, dtype=np.int64))
             total += len(part)
             if total >= count:

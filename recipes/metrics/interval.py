@@ -39,11 +39,12 @@ class Interval:
     def count_batch(
         self,
         boundaries: torch.Tensor | None,
+        tokens: torch.Tensor,
         labels: torch.Tensor,
         loading_seconds: float,
         mask_documents: bool,
     ) -> None:
-        """Count a batch as loaded: boundaries (B, N) or None, labels (B, S), both on the host."""
+        """Count a batch as loaded: boundaries (B, N) or None, the rest (B, S), on the host."""
         batch_size, seq_len = labels.shape
         self.batches += 1
         self.sequences += batch_size
@@ -51,7 +52,7 @@ class Interval:
         self.loading_seconds += loading_seconds
         self.pairs += visible_pairs(boundaries if mask_documents else None, batch_size, seq_len)
         if boundaries is not None:
-            stats = packing_stats(boundaries, labels)
+            stats = packing_stats(boundaries, tokens, labels)
             self.documents += stats["documents"] * batch_size
             self.padding += stats["padding_share"] * labels.numel()
             self.longest_document = max(self.longest_document, stats["longest_document"])

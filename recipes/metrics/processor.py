@@ -94,10 +94,12 @@ class StripedMetrics(MetricsProcessor):
         if times:
             self.logger.log(times, 0)
 
-    def count_batch(self, boundaries: torch.Tensor | None, labels: torch.Tensor) -> None:
-        """Count a batch as loaded: int64 (B, N) or None, int64 (B, S)."""
+    def count_batch(self, inputs: dict[str, torch.Tensor], labels: torch.Tensor) -> None:
+        """Count a batch as loaded: "boundaries" int64 (B, N) or none, the rest int64 (B, S)."""
         seconds = self.data_loading_times.pop()
-        self.interval.count_batch(boundaries, labels, seconds, self.job_config.documents.mask)
+        boundaries, tokens = inputs.get("boundaries"), inputs["input"]
+        mask = self.job_config.documents.mask
+        self.interval.count_batch(boundaries, tokens, labels, seconds, mask)
 
     @contextlib.contextmanager
     def measure_step(self, step: int) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """Refuse data settings that cannot work, before any process group exists."""
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,10 @@ from recipes.config.values import get
 from recipes.data.dataset import build_source, check_documents
 from recipes.data.files import find_files
 from recipes.data.loader import REMEDY, check_degree
-from recipes.data.records import SUFFIXES
+from recipes.data.readers import SUFFIXES
 from recipes.data.shards import is_shard_folder
 from recipes.data.sources import PreparedSource
+from recipes.data.startup import check_fit
 from recipes.data.tokens import Tokenizer
 from recipes.titan import DATASETS
 
@@ -31,14 +33,18 @@ def check_data(config: Any, dp_degree: int) -> None:
         InvalidSetting: an unknown dataset, files that are not there, or options that do not apply.
         ValueError: documents, a prepared folder or a checkpoint that do not fit the run.
     """
-    for key in sources_of(config, "training"):
-        _check_settings(config, key)
-        _check_documents(config, key, dp_degree)
+    _check_section(config, "training", dp_degree)
     for section in ("validation", "evaluation"):
         if getattr(config, section).enable:
-            _check_settings(config, section)
-            _check_documents(config, section, 1)
+            _check_section(config, section, 1)
     check_checkpoint_position(config, dp_degree)
+
+
+def _check_section(config: Any, section: str, dp_degree: int) -> None:
+    keys = sources_of(config, section)
+    for key in keys:
+        _check_settings(config, key)
+    _check_documents(config, section, keys, dp_degree)
 
 
 def _check_settings(config: Any, section: str) -> None:
@@ -69,15 +75,22 @@ def _check_settings(config: Any, section: str) -> None:
         raise InvalidSetting("documents.shuffle_seed", seed, why, allowed)
 
 
-def _check_documents(config: Any, section: str, dp_degree: int) -> None:
+def _check_documents(config: Any, section: str, keys: Sequence[str], dp_degree: int) -> None:
     """Look into the files. The hub's are left to the loader: to open them takes long."""
-    data = get(config, section)
-    if data.dataset in ("local", "sample"):
-        tokenizer = Tokenizer(config.model.hf_assets_path)
-        source = build_source(config, section, tokenizer)
-        check_documents(source, section, dp_degree)
+    here = [key for key in keys if get(config, key).dataset in ("local", "sample")]
+    if not here:
+        return
+    tokenizer = Tokenizer(config.model.hf_assets_path)
+    sources = []
+    for key in here:
+        source = build_source(config, key, tokenizer)
+        check_documents(source, key, dp_degree)
+        data = get(config, key)
         if isinstance(data, MixtureSource) and isinstance(source, PreparedSource):
-            _check_lengths(data, section, source.shards.lengths())
+            _check_lengths(data, key, source.shards.lengths())
+        sources.append(source)
+    if here == [*keys]:
+        check_fit(config, section, sources, tokenizer)
 
 
 def _check_lengths(data: MixtureSource, key: str, lengths: np.ndarray) -> None:

@@ -49,6 +49,7 @@ class StripedTrainer(Trainer):
         if self.kernel is not None:
             self.metrics_processor.note_kernel(self.kernel)
         data = {"the tokenizer": tokenizer_identity(self.tokenizer)}
+        data["the chat template"] = self.tokenizer.chat_identity
         data["the training data"] = self.dataloader.identity
         if job_config.validation.enable:
             data["the validation data"] = self.validator.dataloader.identity
@@ -124,7 +125,7 @@ class StripedTrainer(Trainer):
         replicas = self._data_parallel_degree()
         for input_dict, labels in super().batch_generator(data_iterable):
             self.ntokens_seen += labels.numel() * (replicas - 1)
-            self.metrics_processor.count_batch(input_dict.get("boundaries"), labels)
+            self.metrics_processor.count_batch(input_dict, labels)
             yield input_dict, labels
 
     def train_step(

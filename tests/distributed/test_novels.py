@@ -27,7 +27,7 @@ def test_packing_of_the_novels():
     loader = build_dataloader(1, 0, Tokenizer("assets/tokenizer"), config)
     documents = []
     for _, (inputs, labels) in zip(range(10), loader, strict=False):
-        stats = packing_stats(inputs["boundaries"], labels)
+        stats = packing_stats(inputs["boundaries"], inputs["input"], labels)
         assert stats["padding_share"] == 0
         documents.append(stats["documents"])
     assert max(documents) == 2

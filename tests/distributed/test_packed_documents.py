@@ -8,8 +8,9 @@ from torchtitan.distributed import ParallelDims
 
 from recipes.data.batch import BatchSharder
 from recipes.data.dataset import build_dataloader
-from recipes.data.packing import IGNORE, Packed, Piece
-from recipes.data.samples import build_sample, collate
+from recipes.data.packing import Packed, Piece
+from recipes.data.samples import IGNORE, build_sample, collate
+from recipes.data.targets import are_targets, token_ids, with_targets
 from striped_cp import unshard_sequence
 from tests.helpers.documents import NumberTokenizer, fingerprint, job, number_documents, write_jsonl
 from tests.helpers.launch import run_ranks
@@ -30,7 +31,7 @@ def documents():
 
 
 def packed_batch(rows):
-    pieces = [Packed([Piece(tokens, IGNORE) for tokens in row], IGNORE) for row in rows]
+    pieces = [Packed([Piece(tokens, None) for tokens in row], None) for row in rows]
     return collate([build_sample(packed, SEQ_LEN, mask=True) for packed in pieces])
 
 
@@ -77,25 +78,42 @@ def test_a_token_changes_its_own_document_and_no_other(degree):
         assert found == expected
 
 
+def with_turns(rows):
+    """The documents, of which only some tokens are learned; of one none at all."""
+    dice = np.random.default_rng(3)
+    rows = [
+        [with_targets(tokens, dice.random(len(tokens)) < 0.4) for tokens in row] for row in rows
+    ]
+    rows[0][1] = with_targets(token_ids(rows[0][1]), np.zeros(len(rows[0][1]), bool))
+    return rows
+
+
 def losses(degree):
-    """(loss of the packed batch, loss of its documents each alone), summed over their targets."""
+    """(loss of the packed batch, loss of its documents each alone), summed over their targets.
+
+    Of documents, and of such of which only some tokens are learned.
+    """
     step = make_step(degree)
-    inputs, labels = packed_batch(documents())
-    packed = step.loss_fn(logits(step, (inputs, labels)), labels).item()
-    alone = 0.0
-    if degree == 1:
-        for tokens in (t for row in documents() for t in row):
-            tokens = torch.from_numpy(tokens).long()[None]
+    found = []
+    for rows in (documents(), with_turns(documents())):
+        inputs, labels = packed_batch(rows)
+        packed = step.loss_fn(logits(step, (inputs, labels)), labels).item()
+        alone = 0.0
+        for tokens in (t for row in rows for t in row) if degree == 1 else ():
+            ids = torch.from_numpy(token_ids(tokens)).long()[None]
+            targets = ids.masked_fill(torch.from_numpy(~are_targets(tokens)), IGNORE)
             with torch.no_grad():
-                alone += step.loss_fn(step.parts[0](tokens[:, :-1]), tokens[:, 1:]).item()
-    return packed, alone
+                alone += step.loss_fn(step.parts[0](ids[:, :-1]), targets[:, 1:]).item()
+        found.append((packed, alone))
+    return found
 
 
 def test_the_loss_of_a_packed_batch_is_that_of_its_documents_alone():
-    _, alone = run_ranks(1, losses, 1)[0]
+    alone = [loss for _, loss in run_ranks(1, losses, 1)[0]]
+    assert 0 < alone[1] < 0.6 * alone[0]
     for degree in (1, 2, 4):
-        for packed, _ in run_ranks(degree, losses, degree):
-            assert packed == pytest.approx(alone, rel=1e-5)
+        for found in run_ranks(degree, losses, degree):
+            assert [packed for packed, _ in found] == pytest.approx(alone, rel=1e-5)
 
 
 def read(folder, data_shard, context, workers):

@@ -21,6 +21,9 @@ class NumberTokenizer:
         ids = [int(word) for word in text.split() if word.isdigit()]
         return [BOS] * add_bos + ids + [EOS] * add_eos
 
+    def get_vocab_size(self) -> int:
+        return 100_000
+
     def get_vocab(self) -> dict[str, int]:
         return {str(n): n for n in range(100_000)}
 

@@ -97,7 +97,7 @@ def make_model(
 def save_model(folder: Path, model: PreTrainedModel, max_shard_size: str = "5GB") -> Path:
     """The folder as one downloads it: weights, config.json, tokenizer."""
     model.save_pretrained(folder, max_shard_size=max_shard_size)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copyfile(TOKENIZER / file, folder / file)
     return folder
 

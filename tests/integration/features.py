@@ -23,8 +23,8 @@ RANKS: dict[str, tuple[int, Settings]] = {
     "cp2 tp2": (4, (CP, "2", TP, "2")),
     "cp2 pp2": (4, (CP, "2", PP, "2")),
 }
-# By feature and value. A test makes "{hf}" (of the row's model), "{jsonl}",
-# "{prepared}" and "{mixture}".
+# By feature and value. A test makes "{hf}" (of the row's model) and the
+# files of "data".
 FEATURES: dict[str, dict[str, Settings]] = {
     "ranks": {name: settings for name, (_, settings) in RANKS.items()},
     "model": {
@@ -80,6 +80,14 @@ FEATURES: dict[str, dict[str, Settings]] = {
         "files": ("--training.dataset", "local", "--training.dataset_path", "{jsonl}"),
         "prepared": ("--training.dataset", "local", "--training.dataset_path", "{prepared}"),
         "mixture": ("--job.config_file", "{mixture}"),
+        "token ids": (
+            *("--training.dataset", "local", "--training.dataset_path", "{ids}"),
+            *("--training.text_column", "input_ids"),
+        ),
+        "conversations": (
+            *("--training.dataset", "local", "--training.dataset_path", "{chats}"),
+            *("--training.text_column", "messages", "--documents.loss_on", "assistant"),
+        ),
     },
 }
 Pair = frozenset[tuple[str, str]]

@@ -3,6 +3,9 @@
 import json
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from recipes.preflight import load_config
@@ -73,7 +76,23 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     jsonl.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     how = Settings([jsonl], "text", "assets/tokenizer", 10_000, skip_bad=False)
     prepare(how, folder / "prepared", 1, lambda _: None)
-    made = {"folder": str(folder), "jsonl": str(jsonl), "prepared": str(folder / "prepared")}
+    dice = np.random.default_rng(0)
+    ids = [dice.integers(2, 2048, n).tolist() for n in dice.integers(2, 300, 200)]
+    masks = [dice.integers(0, 2, len(i)).tolist() for i in ids]
+    pq.write_table(pa.table({"input_ids": ids, "loss_mask": masks}), folder / "ids.parquet")
+    chats = folder / "chats.jsonl"
+    roles = ("user", "assistant")
+    chats.write_text(
+        "".join(
+            json.dumps(
+                {"messages": [{"role": role, "content": text} for role in roles * (1 + i % 3)]}
+            )
+            + "\n"
+            for i, text in enumerate(texts)
+        )
+    )
+    paths = {"jsonl": jsonl, "prepared": folder / "prepared", "ids": folder / "ids.parquet"}
+    made = {"folder": str(folder), "chats": str(chats), **{k: str(p) for k, p in paths.items()}}
     recipe = folder / "mixture.toml"
     recipe.write_text((ROOT / RECIPE).read_text().replace('dataset = "sample"\n', "", 1) + MIXTURE)
     recipe.write_text(recipe.read_text().format(**made))

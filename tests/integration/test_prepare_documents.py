@@ -12,13 +12,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from recipes.data.dataset import build_dataloader
 from recipes.data.files import find_files
 from recipes.data.prepare import Settings, clear, load_tokenizer
 from recipes.data.prepare import prepare as prepare_folder
+from recipes.data.readers import read_records
 from recipes.data.records import BadDocument
 from recipes.data.shards import ShardFolder, write_json
-from recipes.data.tokens import Tokenizer
+from recipes.data.tokens import Tokenizer, encode
+from recipes.preflight import load_config
 from tests import ROOT
+from tests.helpers.chats import chat_tokenizer
 
 TOKENIZER = ROOT / "assets" / "tokenizer"
 
@@ -161,3 +165,69 @@ def test_a_corrupt_tokenizer_is_named(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match=f"^--tokenizer {tmp_path}: "):
         load_tokenizer(str(tmp_path))
+
+
+def chats(path, count):
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": words(20 + i, i)},
+                {"role": "assistant", "content": words(10, -i)},
+            ]
+        }
+        for i in range(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_conversations_are_tokenized_once_with_what_is_learned(tmp_path):
+    tokenizer = chat_tokenizer(tmp_path / "tokenizer", "Qwen3")
+    data = chats(tmp_path / "a.jsonl", 5)
+    done = subprocess.run(
+        [
+            *(sys.executable, str(ROOT / "scripts/prepare_documents.py"), str(data)),
+            *("--tokenizer", tokenizer.tokenizer_path, "--output", str(tmp_path / "out")),
+            *("--text-column", "messages", "--loss-on", "last", "--workers", "1"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    expected = [encode(tokenizer, record, "last") for record in read_records(data, "messages")]
+    shards = ShardFolder(tmp_path / "out")
+    assert [shards[i].tolist() for i in range(5)] == [tokens.tolist() for tokens in expected]
+    learned = sum(int((tokens >= 0).sum()) for tokens in expected)
+    assert 0 < learned < 0.6 * sum(map(len, expected))
+    assert f"loss on last: {learned:,} tokens, " in done.stdout
+    # Training learns what was prepared, and says so where it is asked for something else.
+    args = ["--training.dataset", "local", "--training.dataset_path", str(tmp_path / "out")]
+    args += ["--model.hf_assets_path", tokenizer.tokenizer_path, "--training.seq_len", "128"]
+    config = load_config([*args, "--documents.loss_on", "last"], world_size=1)
+    batches = build_dataloader(1, 0, tokenizer, config, infinite=False)
+    assert sum(int((labels != -100).sum()) for _, labels in batches) == learned
+    with pytest.raises(ValueError, match=r'documents.loss_on = "all": .*out was prepared with'):
+        load_config(args, world_size=1)
+
+
+def test_a_loss_on_turns_needs_conversations_and_goes_on_with_the_same(tmp_path):
+    tokenizer = chat_tokenizer(tmp_path / "tokenizer", "Qwen3")
+    path, output = tokenizer.tokenizer_path, tmp_path / "out"
+    (tmp_path / "a.txt").write_text("It is a truth.")
+    text = Settings([tmp_path / "a.txt"], "text", path, 100, False, "assistant")
+    with pytest.raises(ValueError, match=r"--loss-on assistant: .*a\.txt holds no conversations"):
+        prepare_folder(text, output, 1, lambda _: None)
+    data = [chats(tmp_path / "a.jsonl", 3)]
+    prepare_folder(Settings(data, "messages", path, 100, False), output, 1, lambda _: None)
+    assert json.loads((output / "manifest.json").read_text())["loss_on"] == "all"
+    state = {"files": "x", "tokenizer": "x", "shard_tokens": 100, "loss_on": "all"}
+    clear(output)
+    write_json(
+        output / "progress.json",
+        {"settings": state, "shards": [], "bad_documents": 0, "after": [0, 0]},
+    )
+    with pytest.raises(ValueError, match="begun with other files, tokenizer, loss_on, chat_templ"):
+        prepare_folder(
+            Settings(data, "messages", path, 100, False, "last"), output, 1, lambda _: None
+        )

@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,6 +21,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from recipes.checkpoint import files as checkpoint_files
 from recipes.config.mixture import sources_of
 from recipes.config.values import get
+from recipes.data.shards import FORMAT, MANIFEST, VERSION, write_json, write_shard
+from recipes.data.tokens import Tokenizer, tokenizer_identity
 from recipes.memory import offload
 from recipes.models.decoder.args import model_args
 from recipes.models.decoder.model import Transformer
@@ -70,10 +73,24 @@ def put_files_in_place(config):
     for data in {get(config, key).dataset_path for key in keys}:
         folder = Path(data.removesuffix("/*.jsonl.gz"))
         folder.mkdir(parents=True)
-        shutil.copy(REPOSITORY / "assets/corpus/austen.jsonl.gz", folder)
+        if config.documents.loss_on == "all":
+            shutil.copy(REPOSITORY / "assets/corpus/austen.jsonl.gz", folder)
+        else:
+            prepare_conversations(folder, config)
     Path(config.job.dump_folder, config.checkpoint.folder).mkdir(parents=True)
     if config.checkpoint.initial_load_path:
         Path(config.checkpoint.initial_load_path).mkdir(parents=True)
+
+
+def prepare_conversations(folder, config):
+    """A folder as prepare_documents.py writes it, of documents of which a part is learned."""
+    write_shard(folder / "shard-00000.arrow", [np.array([~5, 6], np.int32)] * 64)
+    shard = {"file": "shard-00000.arrow", "bytes": (folder / "shard-00000.arrow").stat().st_size}
+    tokenizer = tokenizer_identity(Tokenizer(config.model.hf_assets_path))
+    manifest = {"format": FORMAT, "version": VERSION, "shards": [shard]}
+    manifest["tokenizer"] = {"path": config.model.hf_assets_path, "sha256": tokenizer}
+    manifest["loss_on"] = config.documents.loss_on
+    write_json(folder / MANIFEST, manifest)
 
 
 def test_the_set_is_complete():
@@ -81,7 +98,7 @@ def test_the_set_is_complete():
         f"llama3_{s}_{n}" for s in ("8b", "70b", "405b") for n in ("128k", "256k", "512k", "1m")
     }
     packed = {f"llama3_8b_{n}_packed" for n in ("128k", "256k", "512k", "1m_32gpu")}
-    variants = {"llama3_8b_1m_32gpu", *packed}
+    variants = {"llama3_8b_1m_32gpu", "llama3_8b_128k_sft", *packed}
     staged = {f"llama3_8b_staged_{n}" for n in ("64k", "256k", "512k", "1m")}
     mixed = {f"llama3_8b_prolong_{n}" for n in ("64k", "1m")}
     others = {"qwen3_8b_128k", "qwen3_8b_256k", "qwen3_8b_1m", "qwen3_32b_128k"}

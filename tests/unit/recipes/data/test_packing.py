@@ -6,8 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipes.data.packing import IGNORE, PADDING, BestFitPacker, ConcatPacker, Pending
-from recipes.data.samples import build_sample, collate, packing_stats
+from recipes.data.packing import PADDING, BestFitPacker, ConcatPacker, Pending
+from recipes.data.samples import IGNORE, build_sample, collate, packing_stats
+from recipes.data.targets import are_targets, token_ids, with_targets
 
 
 def document(first: int, length: int) -> np.ndarray:
@@ -52,8 +53,8 @@ def test_best_fit_cuts_only_documents_that_are_too_long_and_lets_them_fill_the_r
         [list(range(23, 31))],
         [[40, 41, 42, 43]],
     ]
-    assert [p.following for p in packed[0].pieces] == [IGNORE, 23]
-    assert packed[1].pieces[0].following == IGNORE
+    assert [p.following for p in packed[0].pieces] == [None, 23]
+    assert packed[1].pieces[0].following is None
 
 
 def test_a_long_document_fills_a_gap_only_once():
@@ -88,7 +89,7 @@ def test_small_data_is_not_read_over_and_over_before_the_first_sequence():
 def test_concat_is_a_cut_every_seq_len_plus_one():
     packed = pack(ConcatPacker(4), [document(10, 7), document(20, 6)])
     assert layout(packed) == [[[10, 11, 12, 13]], [[15, 16], [20, 21]], [[23, 24, 25]]]
-    assert [s.following for s in packed] == [14, 22, IGNORE]
+    assert [s.following for s in packed] == [14, 22, None]
 
 
 @settings(max_examples=60, deadline=None)
@@ -159,6 +160,72 @@ def test_without_mask_the_sequence_is_one_text():
     assert sample.labels.tolist() == [5, 6, 2, 1, 7, 2, IGNORE, IGNORE]
 
 
+# Of the first, 5 is not learned; of the second its first token and EOS (99: ~99 is -100).
+TURNS = [
+    with_targets(np.array([1, 5, 6, 2]), np.array([True, False, True, True])),
+    with_targets(np.array([99, 7, 99]), np.array([False, True, False])),
+]
+
+
+def test_targets_are_carried_in_the_ids():
+    assert TURNS[1].tolist() == [-100, 7, -100]
+    assert TURNS[1].dtype == np.int32
+    assert token_ids(TURNS[1]).tolist() == [99, 7, 99]
+    assert are_targets(TURNS[0]).tolist() == [True, False, True, True]
+    for kind in (np.uint16, np.uint32, np.int64):
+        tokens = with_targets(np.array([0, 40_000, 3], kind), np.array([False, False, True]))
+        assert tokens.tolist() == [-1, -40_001, 3]
+        assert token_ids(tokens).tolist() == [0, 40_000, 3]
+
+
+@pytest.mark.parametrize("kind", [BestFitPacker, ConcatPacker])
+@pytest.mark.parametrize("mask", [True, False])
+def test_what_is_not_learned_is_an_input_and_no_label(kind, mask):
+    (packed,) = pack(kind(8), TURNS)
+    sample = build_sample(packed, 8, mask)
+    assert sample.input.tolist() == [1, 5, 6, 2, 99, 7, 99, 0]
+    # Across the border would stand 99, which is not learned.
+    assert sample.labels.tolist() == [IGNORE, 6, 2, IGNORE, 7, IGNORE, IGNORE, IGNORE]
+
+
+@pytest.mark.parametrize("mask", [True, False])
+def test_the_target_after_a_cut_may_be_none(mask):
+    """The document goes on with 99, unlearned, in the next sequence: its id looks like no label."""
+    document = np.concatenate([TURNS[1], TURNS[1]])
+    for kind, labels in (
+        (BestFitPacker, [[7, IGNORE, IGNORE], [7, IGNORE, IGNORE]]),
+        (ConcatPacker, [[7, IGNORE, IGNORE], [IGNORE] * 3]),
+    ):
+        samples = [build_sample(packed, 3, mask) for packed in pack(kind(3), [document])]
+        assert [sample.labels.tolist() for sample in samples] == labels
+    (first, _) = pack(BestFitPacker(3), [np.array([1, 5, ~99, 7], np.int32)])
+    assert build_sample(first, 3, mask).labels.tolist() == [5, IGNORE, 7]
+    # At the border of two documents mask = false learns what follows, if it is learned.
+    (packed,) = pack(BestFitPacker(6), [TURNS[0][:3], TURNS[0][2:]])
+    expected = [IGNORE, 6, IGNORE if mask else 6, 2, IGNORE, IGNORE]
+    assert build_sample(packed, 6, mask).labels.tolist() == expected
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=20),
+    seq_len=st.integers(2, 17),
+    data=st.data(),
+)
+def test_every_learned_token_but_the_first_is_a_target_once(lengths, seq_len, data):
+    firsts = np.cumsum([0, *lengths[:-1]])
+    ids = [document(f, n) for f, n in zip(firsts, lengths, strict=True)]
+    flags = [np.array(data.draw(st.lists(st.booleans(), min_size=n, max_size=n))) for n in lengths]
+    documents = [with_targets(i, f) for i, f in zip(ids, flags, strict=True)]
+    targets = []
+    for packed in pack(BestFitPacker(seq_len), documents):
+        labels = build_sample(packed, seq_len, mask=True).labels
+        targets += labels[labels != IGNORE].tolist()
+    assert sorted(targets) == [
+        t for i, f in zip(ids, flags, strict=True) for t in i[1:][f[1:]].tolist()
+    ]
+
+
 def test_labels_are_the_inputs_shifted():
     """Exactly seq_len inputs and labels; label[i] == input[i + 1] wherever there is one."""
     (packed, *_) = pack(ConcatPacker(16), [document(1, 40)])
@@ -182,8 +249,15 @@ def test_stats_count_documents_and_padding():
     full = pack(BestFitPacker(8), [document(1, 5), document(1, 3)])
     first, padding = (build_sample(packed, 8, mask=True) for packed in (full[0], PADDING))
     inputs, labels = collate([first, masked_sample(mask=True), padding])
-    assert packing_stats(inputs["boundaries"], labels) == {
+    assert packing_stats(inputs["boundaries"], inputs["input"], labels) == {
         "documents": 4 / 3,
         "longest_document": 5,
         "padding_share": 9 / 24,
     }
+
+
+def test_a_last_document_that_is_not_learned_is_no_padding():
+    nothing = with_targets(document(1, 3), np.zeros(3, bool))
+    (packed,) = pack(BestFitPacker(8), [document(1, 5), nothing])
+    inputs, labels = collate([build_sample(packed, 8, mask=True)])
+    assert packing_stats(inputs["boundaries"], inputs["input"], labels)["padding_share"] == 0

@@ -9,7 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from recipes.data.files import find_files
-from recipes.data.records import BadDocument, read_records
+from recipes.data.readers import read_records
+from recipes.data.records import BadDocument
 
 
 def records(path, column="text", skip=0):
@@ -74,7 +75,10 @@ GOOD = b'{"text": "good"}'
         (b'{"text": "caf\xe9"}', "not UTF-8 (byte 0xe9 at offset 13)"),
         (b'{"text": "  \\n"}', "the document is empty"),
         (b'{"body": "x", "id": 3}', "column 'text' is missing (found: body, id)"),
-        (b'{"text": 3}', "column 'text' is int, text is expected"),
+        (
+            b'{"text": 3}',
+            "column 'text' is int, text, a list of token ids or a list of messages is",
+        ),
         (b'{"text": "cut', "not JSON (Invalid control character at, column 14)"),
         (b'["text"]', "a JSON object is expected, found list"),
         (b'{"text": "x", "n": %s}' % (b"9" * 5000), "not JSON that can be read (Exceeds the limit"),
@@ -152,7 +156,7 @@ def test_bad_parquet_is_named(tmp_path):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"body": ["x"], "n": [1]}), path)
     assert fault(path).startswith(f"{path}: column 'text' is missing (found: body, n)")
-    assert fault(path, "n").startswith(f"{path}: column 'n' is int64, text is expected")
+    assert fault(path, "n").startswith(f"{path}: column 'n' is int64, text, a list of")
     pq.write_table(pa.table({"text": ["x", None]}), path)
     assert fault(path).startswith(f"{path}, row 2: the document is empty")
     path.write_bytes(b"PAR1 is not enough")

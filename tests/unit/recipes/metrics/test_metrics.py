@@ -122,9 +122,10 @@ def test_interval_counts_documents_and_padding():
     interval = Interval()
     labels = torch.ones(2, 8, dtype=torch.int64)
     labels[0, 6:] = IGNORE
+    tokens = labels.clamp(min=0)
     boundaries = torch.tensor([[0, 4, 6, 8], [0, 8, 8, 8]])
-    interval.count_batch(boundaries, labels, 0.5, mask_documents=True)
-    interval.count_batch(boundaries, labels, 0.25, mask_documents=False)
+    interval.count_batch(boundaries, tokens, labels, 0.5, mask_documents=True)
+    interval.count_batch(boundaries, tokens, labels, 0.25, mask_documents=False)
     assert (interval.batches, interval.sequences, interval.tokens) == (2, 4, 32)
     assert interval.loading_seconds == 0.75
     assert interval.pairs == (10 + 3 + 3 + 36) + 2 * 36

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from recipes.config.schema import StripedJobConfig
 from recipes.config.types import InvalidSetting, check_table
-from recipes.data.records import SUFFIXES, BadDocument, read_records
+from recipes.data.readers import SUFFIXES, read_records
+from recipes.data.records import BadDocument
 from recipes.preflight import load_config
 
 SECTIONS = ("training", "parallelism", "striped_cp", "checkpoint", "rope", "optimizer", "new")

@@ -1,0 +1,52 @@
+"""Kinds of files, by their names, and who reads them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from recipes.data.mds import read_mds
+from recipes.data.records import Record, TextFile, read_json_lines
+from recipes.data.tables import read_arrow, read_parquet
+from recipes.data.token_files import Vocabulary, read_joined, read_megatron
+
+_PACKED = ("", ".gz", ".zst")
+_TEXT = tuple(".txt" + packed for packed in _PACKED)
+_LINES = tuple(kind + packed for kind in (".jsonl", ".json") for packed in _PACKED)
+_PARQUET = (".parquet",)
+_ARROW = (".arrow",)
+_MDS = (".mds",)
+_IDS = (".npy", ".bin")
+SUFFIXES = (*_TEXT, *_LINES, *_PARQUET, *_ARROW, *_MDS, *_IDS)
+
+
+def read_records(
+    path: Path, column: str, skip: int = 0, vocabulary: Vocabulary | None = None
+) -> Iterator[Record]:
+    """All records of a file after the first `skip` lines, rows or documents, in order.
+
+    Args:
+        path: a file whose name ends in one of SUFFIXES.
+        column: JSON key or column that holds the documents; files without columns have none.
+        skip: how many lines, rows or documents to pass over, as counted by `Record.number`.
+        vocabulary: the tokenizer's, for files of nothing but token ids.
+    """
+    if path.name.endswith(_TEXT):
+        if skip == 0:
+            yield TextFile(str(path), 1, path.stat().st_size)
+    elif path.name.endswith(_PARQUET):
+        yield from read_parquet(path, column, skip)
+    elif path.name.endswith(_ARROW):
+        yield from read_arrow(path, column, skip)
+    elif path.name.endswith(_MDS):
+        yield from read_mds(path, column, skip)
+    elif path.name.endswith(_IDS):
+        if has_index(path):
+            yield from read_megatron(path, skip)
+        else:
+            yield from read_joined(path, skip, vocabulary)
+    else:
+        yield from read_json_lines(path, column, skip)
+
+
+def has_index(path: Path) -> bool:
+    """Whether Megatron's index lies beside a file of token ids."""
+    return path.suffix == ".bin" and path.with_suffix(".idx").exists()
