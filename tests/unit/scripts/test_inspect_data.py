@@ -57,6 +57,7 @@ def test_documents_borders_loss_and_padding(loader):
 def test_what_is_not_learnt_is_marked(loader, monkeypatch):
     """As of a conversation, of which only answers count."""
     inputs = {"input": torch.arange(100, 140)[None], "boundaries": torch.tensor([[0, 36, 40]])}
+    inputs["input"][0, 36:] = 0
     labels = torch.full((1, 40), -100)
     for answer in ((9, 12), (20, 36)):
         labels[0, answer[0] - 1 : answer[1] - 1] = 7

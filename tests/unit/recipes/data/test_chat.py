@@ -409,12 +409,12 @@ def test_documents_too_long_are_cut_or_left_out_and_counted(tokenizers, tmp_path
         with caplog.at_level(logging.INFO):
             batches = list(build_dataloader(1, 0, tokenizer, config, infinite=False))
         said = "cut" if too_long == "cut" else "left out"
-        expected = f"documents longer than a sequence of 64 tokens: 2 {said} so far"
+        expected = f"dataset: documents longer than a sequence of 64 tokens: 2 {said} so far"
         assert caplog.records[-1].message == expected
         inputs = sum(int((inputs["input"] != 0).sum()) for inputs, _ in batches)
         assert inputs == sum(map(len, kept))
     config = settings_for(tokenizer, write(path, rows[1:]), documents__too_long="leave_out")
-    with pytest.raises(ValueError, match=r"all are longer than a sequence .*documents\.too_long"):
+    with pytest.raises(ValueError, match=r"documents\.too_long leave all of them out"):
         next(iter(build_dataloader(1, 0, tokenizer, config)))
 
 

@@ -81,21 +81,6 @@ def test_a_run_resumed_twice_continues_exactly(files, packing, workers, first, s
     assert part.epoch == (first + second + 20) // 14
 
 
-def test_a_checkpoint_of_version_0_1_0_goes_on(files):
-    """It had the place of one source, without shares."""
-    expected = take(iter(loader(files)), 20)
-    part = loader(files)
-    take(iter(part), 9)
-    state = part.state_dict()
-    place = json.loads(state["dp_rank_0"]["place"])
-    (stream,) = place["state"]["streams"]
-    old = {"source": place["source"], **stream["documents"], "pending": stream["pending"]}
-    state["dp_rank_0"]["place"] = json.dumps(old)
-    again = loader(files)
-    again.load_state_dict(state)
-    assert take(iter(again), 11) == expected[9:]
-
-
 def test_resume_may_change_the_number_of_workers(files):
     expected = take(iter(loader(files, training__dataloader__num_workers=3)), 12)
     first = loader(files)

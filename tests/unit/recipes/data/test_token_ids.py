@@ -19,6 +19,7 @@ from recipes.data.loader import DocumentLoader
 from recipes.data.readers import read_records
 from recipes.data.records import BadDocument
 from recipes.data.sources import FileSource
+from recipes.data.streams import Member
 from recipes.data.token_files import Vocabulary
 from recipes.evaluation.haystack import Encoder, Haystack
 from recipes.preflight import load_config
@@ -448,7 +449,7 @@ def test_a_mapped_file_takes_no_memory(tmp_path, format_name):
         write_megatron(path, ids[:, None])
     del ids
     part = DocumentLoader(
-        FileSource(str(path), "text", VOCABULARY),
+        [Member(FileSource(str(path), "text", VOCABULARY), repeat=False)],
         NumberTokenizer(),
         dp_rank=0,
         dp_degree=1,
@@ -456,7 +457,6 @@ def test_a_mapped_file_takes_no_memory(tmp_path, format_name):
         batch_size=1,
         packing="pack",
         mask=True,
-        infinite=False,
     )
     tracemalloc.start()
     batches = sum(1 for _ in part)
