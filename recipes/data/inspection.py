@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from recipes.data.labels import packing_stats
 from recipes.data.loader import DocumentLoader
-from recipes.data.samples import packing_stats
 from recipes.data.sources import PreparedSource
 from recipes.data.statistics import length_histogram
 from recipes.data.streams import Member

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from recipes.data.files import digest
+from recipes.data.labels import build_sample, collate
 from recipes.data.packing import PADDING, Packed
 from recipes.data.parallel import in_background
-from recipes.data.samples import build_sample, collate
 from recipes.data.state import USED_UP, Packs, Shares, from_json, to_json
 from recipes.data.streams import Documents, Drawing, Member, Packing, Stream
 from recipes.titan import BaseDataLoader, logger
@@ -42,7 +42,7 @@ class Given(NamedTuple):
 
 
 class DocumentLoader(BaseDataLoader):
-    """Yields ({"input", "boundaries"}, labels); see `samples.collate` for shapes.
+    """Yields ({"input", "boundaries"}, labels); see `labels.collate` for shapes.
 
     Like torchdata's StatefulDataLoader, `iter()` starts at the beginning, except for the first one
     after `load_state_dict`, which continues there. When no source goes on, the last batch is filled

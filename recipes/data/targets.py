@@ -2,7 +2,7 @@
 
 A document is one int32 array. A token that is no target (a user's turn, a system prompt) is stored
 as the complement of its id, `~id`, which is negative. So what cuts, packs, saves or sends documents
-carries their masks without knowing of them; `samples.build_sample` reads them.
+carries their masks without knowing of them; `labels.build_sample` reads them.
 """
 
 import numpy as np

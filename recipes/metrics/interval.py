@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from recipes.data.samples import packing_stats
+from recipes.data.labels import packing_stats
 from recipes.metrics.flops import visible_pairs
 from recipes.metrics.reduce import max_over, sum_over
 

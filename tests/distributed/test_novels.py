@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from recipes.data.dataset import build_dataloader
-from recipes.data.samples import packing_stats
+from recipes.data.labels import packing_stats
 from recipes.data.tokens import Tokenizer
 from recipes.models.llama3 import LLAMA3
 from recipes.models.shapes import ModelShape

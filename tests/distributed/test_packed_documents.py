@@ -8,8 +8,8 @@ from torchtitan.distributed import ParallelDims
 
 from recipes.data.batch import BatchSharder
 from recipes.data.dataset import build_dataloader
+from recipes.data.labels import IGNORE, build_sample, collate
 from recipes.data.packing import Packed, Piece
-from recipes.data.samples import IGNORE, build_sample, collate
 from recipes.data.targets import are_targets, token_ids, with_targets
 from striped_cp import unshard_sequence
 from tests.helpers.documents import NumberTokenizer, fingerprint, job, number_documents, write_jsonl

@@ -19,9 +19,9 @@ from transformers.utils import chat_template_utils
 from recipes.data.chat import ChatTemplate
 from recipes.data.content import Conversation
 from recipes.data.dataset import build_dataloader, build_validation_dataloader
+from recipes.data.labels import IGNORE
 from recipes.data.readers import read_records
 from recipes.data.records import BadDocument
-from recipes.data.samples import IGNORE
 from recipes.data.targets import are_targets, token_ids
 from recipes.data.tokens import Tokenizer, encode
 from recipes.preflight import load_config

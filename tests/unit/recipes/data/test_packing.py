@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from recipes.data.labels import IGNORE, build_sample, collate, packing_stats
 from recipes.data.packing import PADDING, BestFitPacker, ConcatPacker, Pending
-from recipes.data.samples import IGNORE, build_sample, collate, packing_stats
 from recipes.data.targets import are_targets, token_ids, with_targets
 
 
