@@ -127,10 +127,10 @@ def report(args: argparse.Namespace, overrides: list[str]) -> tuple[str, bool]:
         if args.json:
             return json.dumps([text.plan_table(plan) for plan in plans]), True
         return text.search_text(plans), True
-    if run.documents:
-        from recipes.planner.balance import with_documents
+    if run.documents or run.shape.windowed:
+        from recipes.planner.balance import with_counted_pairs
 
-        run = with_documents(run)
+        run = with_counted_pairs(run)
     plan = make_plan(run, gpu, network)
     if args.json:
         return json.dumps(text.plan_table(plan)), plan.fits

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from statistics import median
 
 import torch
@@ -30,6 +31,7 @@ TOLERANCE = {
     torch.float16: 3e-3,
 }
 _RING, _ROWS = 3, 40  # of the check: every kind of tile, and rows that fill no block of a kernel
+_WINDOW = 50
 _ROUNDS = 3
 _LEAST_ROWS = 512
 
@@ -73,6 +75,7 @@ def select_kernel(
     heads: int,
     kv_heads: int,
     rows: int,
+    windowed: bool = False,
     group: dist.ProcessGroup | None = None,
     seconds: float = 15.0,
 ) -> Selection:
@@ -80,13 +83,14 @@ def select_kernel(
 
     Each one that serves the request is checked on small tiles, forward and backward, grouped-query,
     with documents if the request has them, against plain attention in float32. Those that pass are
-    timed on a tile of the run. A kernel that is named is checked only.
+    timed on a tile of the run, without a window. A kernel that is named is checked only.
 
     Args:
         name: "auto", or a kernel.
         request: what the run asks for; its device type is that of the calling rank's device.
         heads, kv_heads: of this rank.
         rows: S/P; fewer are timed where these would take too long.
+        windowed: check sliding windows, too.
         group: ranks that must agree, a collective of all of them; None: this one alone.
         seconds: that timing may take.
 
@@ -102,7 +106,9 @@ def select_kernel(
         candidates = [n for n, k in KERNELS.items() if k.device_type == request.device_type]
     refused = {n: KERNELS[n].refuse(request) for n in candidates}
     able = [n for n in candidates if refused[n] is None]
-    wrong = dict(zip(able, _agree([_wrong(n, request) for n in able], request, group), strict=True))
+    wrong = dict(
+        zip(able, _agree([_wrong(n, request, windowed) for n in able], request, group), strict=True)
+    )
     reasons = {n: why for n, why in refused.items() if why is not None}
     reasons |= {n: _told(error) for n, error in wrong.items() if error > TOLERANCE[request.dtype]}
     right = [n for n in able if n not in reasons]
@@ -145,14 +151,15 @@ def _told(error: float) -> str:
     return "raises an error" if error == float("inf") else f"wrong by {error:.1e} of the largest"
 
 
-def _wrong(name: str, request: Request) -> float:
+def _wrong(name: str, request: Request, windowed: bool) -> float:
     """The largest error of out, dq, dk, dv over all cases; inf where the kernel raises one."""
     try:
         worst = 0.0
-        for packed in (False, True) if request.packed else (False,):
-            errors = kernel_errors(
-                KERNELS[name], request, TOKEN_STRIPES, packed, heads=4, kv_heads=2, rows=_ROWS
-            )
+        for packed, window in product(
+            (False, True) if request.packed else (False,), (None, _WINDOW) if windowed else (None,)
+        ):
+            kernel, sizes = KERNELS[name], {"heads": 4, "kv_heads": 2, "rows": _ROWS}
+            errors = kernel_errors(kernel, request, TOKEN_STRIPES, packed, **sizes, window=window)
             # Not max() of them: a NaN must be seen.
             worst = max([worst, *(e if e == e else float("inf") for e in errors.values())])
         return worst

@@ -11,7 +11,7 @@ for. docs/reference/performance.md has the table.
 from dataclasses import replace
 
 from recipes.models.llama3 import LLAMA3
-from recipes.planner.balance import with_documents
+from recipes.planner.balance import with_counted_pairs
 from recipes.planner.hardware import GPUS, find_network_gb_s
 from recipes.planner.run import Run
 from recipes.planner.step_time import plan_time
@@ -23,8 +23,7 @@ H100, NETWORK = GPUS["h100"], find_network_gb_s("ib400")
 
 
 def speed(run: Run) -> str:
-    run = with_documents(run) if run.documents else run
-    return f"{plan_time(run, H100, NETWORK).tokens_per_second_per_gpu:.0f}"
+    return f"{plan_time(with_counted_pairs(run), H100, NETWORK).tokens_per_second_per_gpu:.0f}"
 
 
 print("| model | tokens | GPUs | one document: 1 | 2 | 4 | 8 | packed: 1 | 2 | 4 | 8 |")

@@ -2,7 +2,8 @@
 
 Both count forward and backward, and nothing that is computed twice to save memory. They differ in
 attention: torchtitan counts the full S x S square of every sequence, "causal" only the (query, key)
-pairs that a token may look at. At 1M tokens the first is nearly twice the second.
+pairs that a token may look at, in its document and the layer's window. At 1M tokens of one document
+the first is nearly twice the second.
 """
 
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from recipes.models.decoder.args import TransformerModelArgs
+from recipes.models.shapes import ModelShape
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,16 @@ class Flops:
         return self.linear + self.per_pair * pairs_per_token
 
 
-def visible_pairs(boundaries: torch.Tensor | None, batch_size: int, seq_len: int) -> int:
+def visible_pairs(
+    shape: ModelShape, boundaries: torch.Tensor | None, batch_size: int, seq_len: int
+) -> float:
     """(query, key) pairs that attention computes for a batch: L (L + 1) / 2 per document.
+
+    Of these those in the window of a layer; the mean over the layers.
 
     Args:
         boundaries: int64 (B, N) as `striped_cp.Documents` has them; None: one document a row.
     """
     if boundaries is None:
-        return batch_size * seq_len * (seq_len + 1) // 2
-    lengths = boundaries.diff(dim=1)
-    return int((lengths * (lengths + 1) // 2).sum())
+        return shape.visible_pairs([seq_len] * batch_size)
+    return shape.visible_pairs(boundaries.diff(dim=1).numpy())

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from recipes.data.labels import packing_stats
 from recipes.metrics.flops import visible_pairs
 from recipes.metrics.reduce import max_over, sum_over
+from recipes.models.shapes import ModelShape
 
 
 @dataclass
@@ -18,7 +19,7 @@ class Interval:
     Attributes:
         began: `time.perf_counter()`, put off by what is not training.
         steps, batches, sequences, tokens: how many; tokens include padding.
-        pairs: (query, key) pairs that attention computes.
+        pairs: (query, key) pairs that attention computes, the mean over the layers.
         loading_seconds: time spent waiting for batches.
         documents: documents of all sequences, padding not counted as one.
         padding: tokens that are padding.
@@ -30,7 +31,7 @@ class Interval:
     batches: int = 0
     sequences: int = 0
     tokens: int = 0
-    pairs: int = 0
+    pairs: float = 0.0
     loading_seconds: float = 0.0
     documents: float = 0.0
     padding: float = 0.0
@@ -38,6 +39,7 @@ class Interval:
 
     def count_batch(
         self,
+        shape: ModelShape,
         boundaries: torch.Tensor | None,
         tokens: torch.Tensor,
         labels: torch.Tensor,
@@ -50,7 +52,8 @@ class Interval:
         self.sequences += batch_size
         self.tokens += labels.numel()
         self.loading_seconds += loading_seconds
-        self.pairs += visible_pairs(boundaries if mask_documents else None, batch_size, seq_len)
+        masked = boundaries if mask_documents else None
+        self.pairs += visible_pairs(shape, masked, batch_size, seq_len)
         if boundaries is not None:
             stats = packing_stats(boundaries, tokens, labels)
             self.documents += stats["documents"] * batch_size

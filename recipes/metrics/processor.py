@@ -99,7 +99,7 @@ class StripedMetrics(MetricsProcessor):
         seconds = self.data_loading_times.pop()
         boundaries, tokens = inputs.get("boundaries"), inputs["input"]
         mask = self.job_config.documents.mask
-        self.interval.count_batch(boundaries, tokens, labels, seconds, mask)
+        self.interval.count_batch(self.model_args.shape, boundaries, tokens, labels, seconds, mask)
 
     @contextlib.contextmanager
     def measure_step(self, step: int) -> Iterator[None]:

@@ -5,7 +5,13 @@ Counts are exact, so that a test can hold them against the modules that training
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
+
+from striped_cp.blocks import causal_pairs
 
 
 @dataclass(frozen=True)
@@ -17,6 +23,8 @@ class ModelShape:
         qk_norm: queries and keys of every head are normalised before they are rotated.
         qkv_bias: the projections of query, key and value have a bias.
         tied: the embedding is the output projection too.
+        windows: sliding windows of the layers, repeated over them: tokens that a token sees, itself
+            included, or None for all before it. (4096, None): every second layer sees all.
     """
 
     dim: int
@@ -30,6 +38,27 @@ class ModelShape:
     qk_norm: bool = False
     qkv_bias: bool = False
     tied: bool = False
+    windows: tuple[int | None, ...] = (None,)
+
+    def window(self, layer: int) -> int | None:
+        """The sliding window of a layer, counted from 0."""
+        return self.windows[layer % len(self.windows)]
+
+    @property
+    def layers_by_window(self) -> Counter[int | None]:
+        """How many layers have each window."""
+        return Counter(self.window(layer) for layer in range(self.n_layers))
+
+    @property
+    def windowed(self) -> bool:
+        """Whether some layer has a sliding window."""
+        return set(self.layers_by_window) != {None}
+
+    def visible_pairs(self, lengths: Sequence[int] | np.ndarray) -> float:
+        """Visible (query, key) pairs of documents of these lengths, the mean over the layers."""
+        each = np.asarray(lengths, dtype=np.int64)
+        pairs = {w: int(causal_pairs(each, w).sum()) for w in self.layers_by_window}
+        return sum(n * pairs[w] for w, n in self.layers_by_window.items()) / self.n_layers
 
     @property
     def query_dim(self) -> int:
@@ -87,13 +116,3 @@ class ModelShape:
         2.5 times as many: five products (FlashAttention-2, arXiv 2307.08691, section 4.1).
         """
         return 4.0 * self.query_dim * pairs
-
-
-def causal_pairs(seq_len: int) -> float:
-    """Visible pairs of one causal document of `seq_len` tokens."""
-    return seq_len * (seq_len + 1) / 2
-
-
-def document_pairs(lengths: tuple[int, ...]) -> float:
-    """Visible pairs of documents packed into one sequence, none seeing another."""
-    return sum(causal_pairs(length) for length in lengths)

@@ -31,35 +31,44 @@ class LayoutRow:
     plan: Plan
 
 
-def slowest_pairs(layout: Layout, run: Run) -> tuple[tuple[float, ...], float]:
-    """Pairs of the slowest rank in every ring step of one sequence, and the balance."""
+def slowest_pairs(layout: Layout, run: Run) -> tuple[dict[int | None, tuple[float, ...]], float]:
+    """Pairs of the slowest rank in every ring step of one sequence, by window, and the balance."""
     documents = None
     if run.documents:
         ends = [0]
         for length in run.documents:
             ends.append(ends[-1] + length)
         documents = Documents.from_cu_seqlens([ends])
-    by_rank = [
-        [tile.pairs for tile in tiles_of_rank(layout, run.seq_len, run.ring, rank, documents)]
-        for rank in range(run.ring)
-    ]
-    slowest = tuple(float(max(step)) for step in zip(*by_rank, strict=True))
-    balance = sum(map(sum, by_rank)) / (run.ring * sum(slowest))
-    return slowest, balance
+    slowest: dict[int | None, tuple[float, ...]] = {}
+    computed = waited = 0.0
+    for window, layers in run.shape.layers_by_window.items():
+        by_rank = [
+            [
+                tile.pairs
+                for tile in tiles_of_rank(layout, run.seq_len, run.ring, rank, documents, window)
+            ]
+            for rank in range(run.ring)
+        ]
+        slowest[window] = tuple(float(max(step)) for step in zip(*by_rank, strict=True))
+        computed += layers * sum(map(sum, by_rank))
+        waited += layers * run.ring * sum(slowest[window])
+    return slowest, computed / waited
 
 
-def with_documents(run: Run) -> Run:
-    """`run` with the pairs of its packed documents in place of those of one document."""
+def with_counted_pairs(run: Run) -> Run:
+    """`run` with the pairs of its packed documents and windows, if it has any."""
+    if not (run.documents or run.shape.windowed):
+        return run
     layout = named_layout(run.layout, run.block_size)
     return replace(run, slowest_pairs=slowest_pairs(layout, run)[0])
 
 
 def compare_layouts(run: Run, gpu: Gpu, network_gb_s: float) -> list[LayoutRow]:
-    """Contiguous, head-tail, wide stripes (where the length allows) and token stripes."""
+    """Contiguous, head-tail, wide stripes (where length and windows allow) and token stripes."""
     candidates = [
         replace(run, layout="contiguous", block_size=1),
         replace(run, layout="headtail", block_size=1),
-        replace(run, layout="striped", block_size=_WIDE_STRIPE),
+        *([] if run.shape.windowed else [replace(run, layout="striped", block_size=_WIDE_STRIPE)]),
         replace(run, layout="striped", block_size=1),
     ]
     rows = []

@@ -13,7 +13,7 @@ from recipes.data.loader import DocumentLoader
 from recipes.data.shards import is_shard_folder, read_manifest
 from recipes.data.sources import PreparedSource
 from recipes.data.streams import Member
-from recipes.models.shapes import causal_pairs, document_pairs
+from recipes.models.registry import shape_of
 
 # Enough for a mean, and read in a second.
 _SEQUENCES = 64
@@ -56,12 +56,13 @@ def typical_documents(config: StripedJobConfig, folder: str = "") -> tuple[tuple
         lengths = [len(piece.tokens) for piece in packed.pieces]
         padding = seq_len - sum(lengths)
         sequences.append(tuple(lengths + [padding] * (padding > 0)))
-    mean = sum(map(document_pairs, sequences)) / len(sequences)
-    nearest = min(sequences, key=lambda lengths: abs(document_pairs(lengths) - mean))
+    pairs = shape_of(config).visible_pairs
+    mean = sum(map(pairs, sequences)) / len(sequences)
+    nearest = min(sequences, key=lambda lengths: abs(pairs(lengths) - mean))
     return nearest, (
         f"{folder or 'the documents of the run'}: {len(sequences)} sequences packed, on average "
         f"{sum(map(len, sequences)) / len(sequences):.1f} documents and "
-        f"{mean / causal_pairs(seq_len):.1%} of one document's pairs; planned for the sequence "
+        f"{mean / pairs((seq_len,)):.1%} of one document's pairs; planned for the sequence "
         f"nearest to that: {len(nearest)} documents, the longest of {max(nearest):,} tokens"
     )
 

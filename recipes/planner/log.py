@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from recipes.config.schema import StripedJobConfig
+from recipes.planner.balance import with_counted_pairs
 from recipes.planner.footprint import GIB
 from recipes.planner.hardware import GPUS, find_network_gb_s, gpu_from_device_name
 from recipes.planner.plan import Plan, make_plan
@@ -22,7 +23,8 @@ def plan_of_run(config: StripedJobConfig, world_size: int, device_name: str) -> 
     if key is None:
         raise ValueError(f"no figures for device {device_name}")
     gpu = GPUS[key]
-    return make_plan(run_from_config(config, world_size, gpu), gpu, find_network_gb_s(gpu.network))
+    run = with_counted_pairs(run_from_config(config, world_size, gpu))
+    return make_plan(run, gpu, find_network_gb_s(gpu.network))
 
 
 def plan_line(plan: Plan) -> str:

@@ -115,10 +115,12 @@ def hops(plan: Plan) -> dict[str, Hop]:
 def hop_text(name: str, hop: Hop) -> str:
     verdict = "hides behind" if hop.hidden else "EXCEEDS"
     length = hop.hides_from_local_tokens
-    hides = "never hides" if length is None else f"hides from {length:.0f} local tokens"
+    hides = "; never hides" if length is None else f"; hides from {length:.0f} local tokens"
+    if length is None and hop.hidden:  # a window, and with it no such length
+        hides = ""
     return (
         f"ring hop {name}: {hop.bytes} bytes in {1e3 * hop.seconds:.4g} ms, {verdict} its tile of "
-        f"{1e3 * hop.tile_seconds:.4g} ms; {hides}"
+        f"{1e3 * hop.tile_seconds:.4g} ms{hides}"
     )
 
 

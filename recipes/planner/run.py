@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from recipes.models.shapes import ModelShape, causal_pairs, document_pairs
+from recipes.models.shapes import ModelShape
 from recipes.parallel.degrees import (
     check_heads,
     check_length,
@@ -44,8 +45,8 @@ class Run:
         local_batch: sequences per data-parallel rank and forward pass.
         gradient_accumulation: forward passes per optimizer step.
         documents: lengths of the packed documents of every sequence; empty: one document.
-        slowest_pairs: visible pairs of the slowest rank in every ring step, of one sequence; empty:
-            those of one document.
+        slowest_pairs: visible pairs of the slowest rank in every ring step, of one sequence, by the
+            window of a layer; empty: those of one document without windows.
         kernel: key of `Gpu.kernels`.
         rotate_method: "ring" or "allgather".
         layout: "striped", "headtail" or "contiguous".
@@ -63,7 +64,7 @@ class Run:
     local_batch: int = 1
     gradient_accumulation: int = 1
     documents: tuple[int, ...] = ()
-    slowest_pairs: tuple[float, ...] = ()
+    slowest_pairs: Mapping[int | None, tuple[float, ...]] = field(default_factory=dict)
     dp_replicate: int = 1
     dp_shard: int = 1
     cp: int = 1
@@ -159,8 +160,8 @@ class Run:
 
     @property
     def pairs(self) -> float:
-        """Visible (query, key) pairs of one sequence."""
-        return document_pairs(self.documents) if self.documents else causal_pairs(self.seq_len)
+        """Visible (query, key) pairs of one sequence, the mean over the layers."""
+        return self.shape.visible_pairs(self.documents or (self.seq_len,))
 
     @property
     def levers_in_use(self) -> str:

@@ -95,14 +95,14 @@ def _meshes(run: Run, sequences: int | None, gpu: Gpu) -> Iterator[Run]:
 
 def degrees_of_ulysses(run: Run, gpu: Gpu) -> Iterator[Run]:
     """`run` with every number of ranks that can share heads inside a node."""
-    from recipes.planner.balance import with_documents  # late: it imports what counts tiles
+    from recipes.planner.balance import with_counted_pairs  # late: it imports what counts tiles
 
     for degree in _divisors(math.gcd(run.cp, run.shape.n_heads // run.tp)):
         if degree == 1 or degree * run.tp <= gpu.gpus_per_node:
-            candidate = replace(run, ulysses=degree, slowest_pairs=())
+            candidate = replace(run, ulysses=degree, slowest_pairs={})
             with contextlib.suppress(ValueError):
                 check(candidate, gpu)
-                yield with_documents(candidate) if run.documents else candidate
+                yield with_counted_pairs(candidate)
 
 
 def _levers(run: Run) -> list[Levers]:

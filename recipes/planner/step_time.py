@@ -6,7 +6,9 @@ outlasts the computation that hides it.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from recipes.planner.footprint import LOSS_BYTES_PER_LOGIT, offloaded_bytes, rank_parameters
 from recipes.planner.hardware import Gpu, KernelRate
@@ -34,7 +36,7 @@ class Hop:
         seconds: time on the slowest link of the ring.
         tile_seconds: kernel time of the slowest rank's tile, in the shortest step.
         hides_from_local_tokens: S / P from which the tile outlasts the hop; None where some step
-            has nothing to compute (layouts that packed documents leave idle).
+            has nothing to compute (layouts that packed documents leave idle), and with a window.
     """
 
     bytes: float
@@ -74,27 +76,35 @@ def kv_hop_bytes(run: Run) -> int:
     return _BF16 * 2 * tokens * run.ring_kv_dim // run.tp
 
 
-def tile_pairs(run: Run) -> list[float]:
-    """Visible pairs of the slowest rank, per ring step, of one sequence.
+def tile_pairs(run: Run, window: int | None = None) -> list[float]:
+    """Visible pairs of the slowest rank, per ring step, of one sequence, in layers with a window.
 
     Ranks are in lock step, so the slowest one sets the time of a step. One document: closed forms.
-    Packed documents: `slowest_pairs`, which `layouts.py` counts from the tiles.
+    Packed documents and windows: `slowest_pairs`, which `balance.py` counts from the tiles.
     """
     n = run.ring_tokens
     if run.slowest_pairs:
-        return list(run.slowest_pairs)
+        return list(run.slowest_pairs[window])
+    assert window is None, "windows are counted first"
     if run.layout == "contiguous":
         return [n * (n + 1) / 2] + [float(n * n)] * (run.ring - 1)
     return [n * (n + 1) / 2] * run.ring
 
 
-def attention_seconds(run: Run, rate: KernelRate) -> tuple[list[float], list[float]]:
-    """Kernel seconds per ring step of one layer and microbatch, forward and backward."""
+def attention_seconds(
+    run: Run, rate: KernelRate, window: int | None = None
+) -> tuple[list[float], list[float]]:
+    """Kernel seconds per ring step of one layer and microbatch, forward and backward.
+
+    A window has an edge on either side, in its few keys per row.
+    """
     forward, backward = [], []
     forward_rate, backward_rate = rate.of(bool(run.documents), run.ring_tokens)
     ranks_of_heads = run.tp * run.ulysses
-    for pairs in tile_pairs(run):
-        diagonal = 1 + KERNEL_BLOCK / run.ring_tokens
+    tiles = tile_pairs(run, window)
+    width = run.ring_tokens if window is None else tiles[0] / run.ring_tokens
+    for pairs in tiles:
+        diagonal = 1 + KERNEL_BLOCK / width
         flops = run.shape.attention_forward_flops(pairs) * diagonal
         flops *= run.microbatch / ranks_of_heads
         forward.append(flops / (forward_rate * 1e12))
@@ -102,8 +112,8 @@ def attention_seconds(run: Run, rate: KernelRate) -> tuple[list[float], list[flo
     return forward, backward
 
 
-def merge_seconds(run: Run, gpu: Gpu) -> tuple[float, float]:
-    """Seconds of the element-wise work between tiles, per layer and microbatch.
+def merge_seconds(run: Run, gpu: Gpu, steps: int) -> tuple[float, float]:
+    """Seconds of the element-wise work between so many tiles, per layer and microbatch.
 
     Forward: the float32 output is read and written, the tile's bf16 output read. Backward: the same
     for dQ, and for dK and dV.
@@ -113,7 +123,7 @@ def merge_seconds(run: Run, gpu: Gpu) -> tuple[float, float]:
     tokens = run.microbatch * run.local_tokens
     query, kv = run.shape.query_dim / run.tp, 2 * run.ring_kv_dim / run.tp
     per_step = (2 * _FP32 + _BF16) * tokens / (gpu.hbm_gb_s * 1e9 * HBM_SHARE)
-    return run.ring * query * per_step, run.ring * (query + kv) * per_step
+    return steps * query * per_step, steps * (query + kv) * per_step
 
 
 def exchange_seconds(run: Run, gpu: Gpu, network_gb_s: float) -> tuple[float, float]:
@@ -139,22 +149,33 @@ def link_bytes_per_second(run: Run, gpu: Gpu, network_gb_s: float) -> float:
     return 1e9 * (gpu.p2p_gb_s if inside else network_gb_s)
 
 
-def ring_hop(run: Run, gpu: Gpu, network_gb_s: float, tiles: list[float], backward: bool) -> Hop:
+def ring_hop(
+    run: Run,
+    gpu: Gpu,
+    network_gb_s: float,
+    tiles: list[float],
+    backward: bool,
+    window: int | None = None,
+) -> Hop:
     """The ring's hop against its tile; `tiles` are the kernel seconds per step."""
     # Backward: K and V in bf16 and dK, dV in float32.
     size = kv_hop_bytes(run) * (3 if backward else 1)
     seconds = size / link_bytes_per_second(run, gpu, network_gb_s)
     tile = min(tiles)
-    # The hop grows with S/P, the tile with its square.
-    return Hop(size, seconds, tile, run.local_tokens * seconds / tile if tile else None)
+    # The hop grows with S/P, the tile with its square, but for a window.
+    grows = tile > 0 and window is None
+    return Hop(size, seconds, tile, run.local_tokens * seconds / tile if grows else None)
 
 
 def exposed_ring_seconds(run: Run, hop: Hop, tiles: list[float], backward: bool) -> float:
     """Seconds per layer and microbatch in which ranks wait for keys and values.
 
     Ring: every hop travels beside one tile; P - 1 hops forward, and one more backward, that brings
-    dK and dV home. All-gather: the first tile is local and hides its share of P - 1 hops.
+    dK and dV home; fewer where a window ends the ring earlier. All-gather: the first tile is local
+    and hides its share of P - 1 hops.
     """
+    if len(tiles) == 1:
+        return 0.0
     if run.rotate_method == "allgather":
         return max(0.0, (run.ring - 1) * hop.seconds - tiles[0])
     hiding = tiles if backward else tiles[:-1]
@@ -170,6 +191,34 @@ def group_bytes_per_second(size: int, stride: int, gpu: Gpu, network_gb_s: float
         return 1e9 * gpu.collective_gb_s
     members_per_node = max(1, gpu.gpus_per_node // stride)
     return 1e9 * min(gpu.collective_gb_s, network_gb_s * members_per_node)
+
+
+class RingTime(NamedTuple):
+    """Attention of one layer and microbatch in seconds: kernels, merging, waiting for keys."""
+
+    forward: float
+    backward: float
+    merge_forward: float
+    merge_backward: float
+    exposed_forward: float
+    exposed_backward: float
+
+
+def ring_time(
+    run: Run, gpu: Gpu, network_gb_s: float, window: int | None
+) -> tuple[RingTime, tuple[Hop, Hop]]:
+    """Attention of a layer with such a window, and its hops forward and backward."""
+    forward, backward = attention_seconds(run, gpu.kernels[run.kernel], window)
+    there = ring_hop(run, gpu, network_gb_s, forward, False, window)
+    back = ring_hop(run, gpu, network_gb_s, backward, True, window)
+    seconds = RingTime(
+        sum(forward),
+        sum(backward),
+        *merge_seconds(run, gpu, len(forward)),
+        exposed_ring_seconds(run, there, forward, backward=False),
+        exposed_ring_seconds(run, back, backward, backward=True),
+    )
+    return seconds, (there, back)
 
 
 @dataclass(frozen=True)
@@ -290,27 +339,28 @@ def plan_time(run: Run, gpu: Gpu, network_gb_s: float) -> TimePlan:
     Args:
         network_gb_s: usable GB/s per GPU between nodes (`find_network_gb_s`).
     """
-    forward, backward = attention_seconds(run, gpu.kernels[run.kernel])
-    merge_forward, merge_backward = merge_seconds(run, gpu)
+    windows = run.shape.layers_by_window
+    times, hops = zip(
+        *(ring_time(run, gpu, network_gb_s, window) for window in windows), strict=True
+    )
+    ring = RingTime(
+        *(
+            sum(map(operator.mul, windows.values(), part)) / run.shape.n_layers
+            for part in zip(*times, strict=True)
+        )
+    )
     exchange_forward, exchange_backward = exchange_seconds(run, gpu, network_gb_s)
     layer = layer_time(run, gpu)
     repeats = ring_repeats(run)
-    hops = None
-    ring_forward = ring_backward = 0.0
-    if run.ring > 1:
-        hops = (
-            ring_hop(run, gpu, network_gb_s, forward, backward=False),
-            ring_hop(run, gpu, network_gb_s, backward, backward=True),
-        )
-        ring_forward = exposed_ring_seconds(run, hops[0], forward, backward=False)
-        ring_backward = exposed_ring_seconds(run, hops[1], backward, backward=True)
     tp_one_way = tp_seconds(run, gpu)
     tp_exposed = tp_one_way * (2 + recomputed_shares(run)[0])
     if run.async_tp:
         tp_exposed = max(0.0, tp_exposed - 3 * layer.linear_forward)
-    attention = (1 + repeats) * sum(forward) + sum(backward)
-    merging = (1 + repeats) * merge_forward + merge_backward
-    forward_work = sum(forward) + merge_forward + layer.linear_forward + layer.elementwise_forward
+    attention = (1 + repeats) * ring.forward + ring.backward
+    merging = (1 + repeats) * ring.merge_forward + ring.merge_backward
+    forward_work = (
+        ring.forward + ring.merge_forward + layer.linear_forward + layer.elementwise_forward
+    )
     total_work = (
         attention
         + merging
@@ -330,7 +380,7 @@ def plan_time(run: Run, gpu: Gpu, network_gb_s: float) -> TimePlan:
         "linear layers": per_step * (3 * layer.linear_forward + layer.linear_recompute),
         "element-wise": per_step * (3 * layer.elementwise_forward + layer.elementwise_recompute),
         "loss": passes * (loss_linear + loss_elementwise),
-        "exposed ring": per_step * ((1 + repeats) * ring_forward + ring_backward),
+        "exposed ring": per_step * ((1 + repeats) * ring.exposed_forward + ring.exposed_backward),
         "head exchange": per_step * ((1 + repeats) * exchange_forward + exchange_backward),
         "exposed FSDP": _fsdp_exposed(run, gpu, network_gb_s, forward_work, backward_work),
         "tensor parallel": per_step * tp_exposed,
@@ -340,7 +390,8 @@ def plan_time(run: Run, gpu: Gpu, network_gb_s: float) -> TimePlan:
     # Everything but the optimizer and the once-per-step FSDP traffic waits in the bubble.
     busy = sum(parts.values()) - parts["optimizer"] - (parts["exposed FSDP"] if run.pp > 1 else 0)
     parts["pipeline bubble"] = bubble_share(run) * busy
-    return _rates(run, gpu, parts, hops)
+    tightest = min(hops, key=lambda pair: pair[0].tile_seconds)
+    return _rates(run, gpu, parts, tightest if run.ring > 1 else None)
 
 
 def ring_repeats(run: Run) -> float:

@@ -71,6 +71,9 @@ def _check_sequence(config: StripedJobConfig) -> None:
         why = f"only stripes have a size, context_parallel_load_balancer is {toml(balancer)}"
         raise InvalidSetting("striped_cp.block_size", block_size, why, "1")
     shape, parallelism = shape_of(config), config.parallelism
+    if block_size != 1 and shape.windowed:
+        why = f"flavor {toml(config.model.flavor)} has sliding windows, which need token stripes"
+        raise InvalidSetting("striped_cp.block_size", block_size, why, "1")
     cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
     check_heads(shape.n_kv_heads, tp)
     check_ulysses(config.striped_cp.ulysses_degree, shape.n_heads, cp, tp)

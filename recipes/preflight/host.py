@@ -102,8 +102,8 @@ def checkpoint_bytes(config: StripedJobConfig) -> int:
 
 def uses_ring(config: StripedJobConfig) -> bool:
     """Whether attention is this project's; torch's own serves one rank with one document."""
-    named = config.striped_cp.kernel != "auto"
-    return named or config.documents.mask or config.parallelism.context_parallel_degree > 1
+    own = config.striped_cp.kernel != "auto" or shape_of(config).windowed
+    return own or config.documents.mask or config.parallelism.context_parallel_degree > 1
 
 
 def kernel_request(config: StripedJobConfig) -> Request:

@@ -29,6 +29,7 @@ def select_run_kernel(config: StripedJobConfig, parallel_dims: ParallelDims) -> 
         heads=shape.n_heads // parallel_dims.tp // degree,
         kv_heads=math.lcm(kv_heads, degree) // degree,  # copied where there are fewer than ranks
         rows=config.training.seq_len // parallel_dims.cp * degree,
+        windowed=shape.windowed,
         group=dist.group.WORLD,
     )
     logger.info(f"kernel: {selection}")

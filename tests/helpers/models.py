@@ -1,5 +1,7 @@
 """Models by name: as torchtitan is given them, as the settings of a run name them."""
 
+from dataclasses import replace
+
 from recipes.models.decoder.args import TransformerModelArgs, args_of
 from recipes.models.family import ModelFamily
 from recipes.models.registry import MODELS
@@ -17,6 +19,12 @@ TOY = ModelFamily(
     architecture="ToyForCausalLM",
     hf_fields={"model_type": "toy"},
     hf_defaults={"num_attention_heads": 6},
+)
+
+# The same with windows that end inside documents and ranks, and one that is longer than most.
+TOY_WINDOWS = replace(
+    TOY,
+    flavors={"debugmodel": replace(TOY.flavors["debugmodel"], windows=(9, None, 25))},
 )
 
 

@@ -22,7 +22,7 @@ from recipes.models.registry import MODELS
 from recipes.preflight import load_config
 from recipes.train import spec as train_spec
 from recipes.train.trainer import StripedTrainer
-from tests.helpers.models import TOY
+from tests.helpers.models import TOY, TOY_WINDOWS
 
 WRAPPER_NAMES = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")
 ROWS, SEQ_LEN = 4, 64
@@ -85,6 +85,7 @@ def make_trainer(job: Job) -> StripedTrainer:
     os.environ["LOCAL_RANK"] = "0"
     if "llama3_striped" not in titan_train_spec._extra_train_specs:
         MODELS["toy_striped"] = TOY
+        MODELS["toy_windows_striped"] = TOY_WINDOWS
         train_spec.register()
     arguments = [*BASE, "--job.dump_folder", job.folder, *job.settings]
     trainer = StripedTrainer(load_config(arguments, dist.get_world_size()))

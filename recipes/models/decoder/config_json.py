@@ -10,6 +10,10 @@ from recipes.models.shapes import ModelShape
 
 def model_fields(family: ModelFamily, shape: ModelShape) -> dict[str, Any]:
     """Entries of config.json that a flavor decides."""
+    windows = {}
+    if shape.windowed:
+        (sliding,) = set(shape.windows) - {None}  # config.json has room for one
+        windows = {"sliding_window": sliding, "layer_types": _layer_types(shape)}
     return {
         **family.hf_fields,
         "vocab_size": shape.vocab_size,
@@ -21,7 +25,13 @@ def model_fields(family: ModelFamily, shape: ModelShape) -> dict[str, Any]:
         "head_dim": shape.head_dim,
         "rms_norm_eps": shape.norm_eps,
         "tie_word_embeddings": shape.tied,
+        **windows,
     }
+
+
+def _layer_types(shape: ModelShape) -> list[str]:
+    windows = map(shape.window, range(shape.n_layers))
+    return ["full_attention" if window is None else "sliding_attention" for window in windows]
 
 
 _INTEGERS = (
@@ -49,10 +59,12 @@ def mismatch(hf: dict[str, Any], family: ModelFamily, shape: ModelShape) -> str 
         "num_key_value_heads": heads,
         "head_dim": hf.get("hidden_size", 4096) // heads,
         "tie_word_embeddings": False,
+        "layer_types": ["full_attention"] * (hf.get("num_hidden_layers") or 0),
     }
     written = {name: value for name, value in hf.items() if value is not None}
     found = derived | dict(family.hf_defaults) | written
-    for name, expected in model_fields(family, shape).items():
+    expected_fields = model_fields(family, shape) | {"layer_types": _layer_types(shape)}
+    for name, expected in expected_fields.items():
         if found.get(name) != expected:
             return f"{name} = {json.dumps(found.get(name))}, the flavor has {json.dumps(expected)}"
     return None

@@ -1,7 +1,8 @@
 """A decoder whose attention sees documents and knows the positions of its tokens.
 
 torchtitan's LLaMA-3, with heads of any width, and where a family has them norms of queries and
-keys, biases of their projections, and an embedding that is the output projection too.
+keys, biases of their projections, sliding windows, and an embedding that is the output projection
+too.
 
 Parameter names are torchtitan's, so its checkpoints and its Hugging Face adapter fit. In shapes: B
 batch, S sequence, P context-parallel ranks, H heads of this rank, D head dimension.
@@ -25,7 +26,8 @@ from striped_cp import Documents, RingAttention
 
 
 class InnerAttention(ScaledDotProductAttentionWrapper):
-    """Attention without context parallelism: a ring of one rank for documents and named kernels.
+    """Attention without context parallelism: a ring of one rank for documents, windows and named
+    kernels.
 
     torch's own choice of kernel serves plain causal attention with `kernel` "auto". With context
     parallelism `StripedContextParallel` replaces the forward of this module.
@@ -43,16 +45,20 @@ class InnerAttention(ScaledDotProductAttentionWrapper):
         value: torch.Tensor,
         *,
         documents: Documents | None = None,
+        window: int | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        if documents is None and self.kernel == "auto":
+        if documents is None and window is None and self.kernel == "auto":
             return super().forward(query, key, value, enable_gqa=enable_gqa)
-        return self.ring(query, key, value, documents=documents, enable_gqa=enable_gqa)
+        return self.ring(
+            query, key, value, documents=documents, window=window, enable_gqa=enable_gqa
+        )
 
 
 class Attention(titan.Attention):
-    def __init__(self, model_args: TransformerModelArgs) -> None:
+    def __init__(self, model_args: TransformerModelArgs, window: int | None) -> None:
         super().__init__(model_args)
+        self.window = window
         shape = model_args.shape
         self.head_dim = shape.head_dim
         self.rotates_halves = model_args.family.rotates_halves
@@ -106,6 +112,7 @@ class Attention(titan.Attention):
             key.transpose(1, 2),
             value.transpose(1, 2),
             documents=documents,
+            window=self.window,
             enable_gqa=self.enable_gqa,
         )
         return self.wo(out_BHSD.transpose(1, 2).reshape(batch, length, -1))
@@ -114,7 +121,7 @@ class Attention(titan.Attention):
 class TransformerBlock(titan.TransformerBlock):
     def __init__(self, layer_id: int, model_args: TransformerModelArgs) -> None:
         super().__init__(layer_id, model_args)
-        self.attention = Attention(model_args)
+        self.attention = Attention(model_args, model_args.shape.window(layer_id))
         self.feed_forward = ChunkedFeedForward(
             dim=model_args.dim,
             hidden_dim=4 * model_args.dim,

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -95,6 +96,24 @@ def test_a_named_kernel_is_checked_and_not_timed(monkeypatch: pytest.MonkeyPatch
         select("wrong")
     with pytest.raises(ValueError, match=r"kernel = 'flash' cannot serve: it runs on CUDA"):
         select("flash")
+
+
+class Windowless(CpuKernel):
+    """Takes no notice of windows."""
+
+    name = "windowless"
+
+    def forward(self, x: Inputs, tile: Tile, scale: float) -> Iterator[Partial]:
+        passes = tuple(replace(p, window=None) for p in tile.passes)
+        yield from super().forward(x, replace(tile, passes=passes), scale)
+
+
+def test_windows_are_checked_where_the_model_has_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    offer(monkeypatch, Windowless())
+    assert select("windowless").kernel == "windowless"
+    assert select("cpu", windowed=True).kernel == "cpu"
+    with pytest.raises(ValueError, match="wrong on this device: windowless: wrong by"):
+        select("windowless", windowed=True)
 
 
 def test_fewer_rows_are_timed_where_time_is_short(monkeypatch: pytest.MonkeyPatch) -> None:

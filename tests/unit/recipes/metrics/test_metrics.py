@@ -22,9 +22,12 @@ from recipes.metrics.positions import LossByPosition
 from recipes.metrics.progress import signs_of_life
 from recipes.metrics.ring_clock import HostRingClock, RingTimes, wait_warning
 from recipes.metrics.summary import Summary, Work
+from recipes.models.decoder.model import Transformer
 from recipes.preflight import load_config
 from recipes.titan.patches import own_tensorboard_folder
+from striped_cp import Documents
 from tests.helpers.models import flavor
+from tests.helpers.reference import visible_pairs as dense_pairs
 
 IGNORE = -100
 
@@ -51,10 +54,46 @@ def test_flops_are_those_of_torchtitan():
 
 
 def test_pairs_count_documents_as_they_are():
-    assert visible_pairs(None, 2, 8) == 2 * 36
+    shape = flavor("8B").shape
+    assert visible_pairs(shape, None, 2, 8) == 2 * 36
     # Documents of 3 and 5 tokens, and one of 8; repeated ends are no documents.
     boundaries = torch.tensor([[0, 3, 8, 8], [0, 8, 8, 8]])
-    assert visible_pairs(boundaries, 2, 8) == (6 + 15) + 36
+    assert visible_pairs(shape, boundaries, 2, 8) == (6 + 15) + 36
+
+
+def test_pairs_are_those_in_the_windows_of_the_layers():
+    # Four layers: two of window 3, one of 6, one of all.
+    shape = dataclasses.replace(flavor("debugmodel").shape, windows=(3, None, 6))
+    boundaries = torch.tensor([[0, 3, 8, 20], [0, 20, 20, 20]])
+    counted = {
+        window: int(dense_pairs(20, Documents(boundaries), 2, window).sum())
+        for window in (3, None, 6)
+    }
+    mean = (2 * counted[3] + counted[None] + counted[6]) / 4
+    assert visible_pairs(shape, boundaries, 2, 20) == mean
+    assert counted[3] < counted[6] < counted[None]
+    one = sum(int(dense_pairs(20, None, 1, window).sum()) for window in (3, None, 6, 3)) / 4
+    assert visible_pairs(shape, None, 2, 20) == 2 * one
+
+
+def test_causal_mfu_counts_windowed_pairs_and_torchtitans_does_not():
+    def flops(windows):
+        args = flavor("debugmodel")
+        args.shape = dataclasses.replace(args.shape, windows=windows)
+        _, per_token = args.get_nparams_and_flops(Transformer(args), 512)
+        interval = Interval()
+        labels = torch.ones(1, 512, dtype=torch.int64)
+        interval.count_batch(args.shape, None, labels, labels, 0.0, mask_documents=False)
+        pairs = interval.over(None, torch.device("cpu")).pairs_per_token
+        return Flops.of_model(args, per_token, 512), pairs
+
+    (whole, all_pairs), (windowed, pairs) = flops((None,)), flops((64, None))
+    assert windowed == whole
+    assert all_pairs == 513 / 2
+    band = 64 * 65 / 2 + (512 - 64) * 64
+    assert pairs == (513 / 2 + band / 512) / 2
+    saved = whole.per_token_causal(all_pairs) - windowed.per_token_causal(pairs)
+    assert saved == pytest.approx(whole.per_pair * (513 / 2 - band / 512) / 2)
 
 
 def test_loss_by_position_averages_back_to_the_loss():
@@ -124,8 +163,9 @@ def test_interval_counts_documents_and_padding():
     labels[0, 6:] = IGNORE
     tokens = labels.clamp(min=0)
     boundaries = torch.tensor([[0, 4, 6, 8], [0, 8, 8, 8]])
-    interval.count_batch(boundaries, tokens, labels, 0.5, mask_documents=True)
-    interval.count_batch(boundaries, tokens, labels, 0.25, mask_documents=False)
+    shape = flavor("8B").shape
+    interval.count_batch(shape, boundaries, tokens, labels, 0.5, mask_documents=True)
+    interval.count_batch(shape, boundaries, tokens, labels, 0.25, mask_documents=False)
     assert (interval.batches, interval.sequences, interval.tokens) == (2, 4, 32)
     assert interval.loading_seconds == 0.75
     assert interval.pairs == (10 + 3 + 3 + 36) + 2 * 36

@@ -6,7 +6,7 @@ import pytest
 
 from recipes.config.schema import MixtureSource
 from recipes.data.shards import FORMAT, MANIFEST, VERSION, write_json, write_shard
-from recipes.models.shapes import document_pairs
+from recipes.models.llama3 import LLAMA3
 from recipes.planner.data import typical_documents
 from tests import ROOT
 from tests.helpers.documents import job
@@ -45,9 +45,10 @@ def test_the_sources_of_a_mixture_in_their_shares(tmp_path):
     ]
     config = job(training__seq_len=4096, training__mixture=mixture)
     documents, text = typical_documents(config)
-    pairs = 0.75 * document_pairs((4096,)) + 0.25 * document_pairs((512,) * 8)
+    pairs_of = LLAMA3.flavors["8B"].visible_pairs
+    pairs = 0.75 * pairs_of((4096,)) + 0.25 * pairs_of((512,) * 8)
     assert "on average 2.8 documents" in text
-    assert f"{pairs / document_pairs((4096,)):.1%}" in text
+    assert f"{pairs / pairs_of((4096,)):.1%}" in text
     assert documents == (4096,)
     config.training.mixture[0].seq_len = 1024
     documents, _ = typical_documents(config)

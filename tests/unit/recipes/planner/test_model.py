@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from recipes.models.llama3 import LLAMA3
-from recipes.models.shapes import ModelShape, document_pairs
-from recipes.planner.balance import with_documents
+from recipes.models.shapes import ModelShape
+from recipes.planner.balance import with_counted_pairs
 from recipes.planner.footprint import (
     GIB,
     checkpoint_bytes,
@@ -189,7 +189,7 @@ PACKED = replace(
 
 
 def test_ranks_that_share_heads_have_fewer_longer_tiles():
-    flat, shared = with_documents(PACKED), with_documents(replace(PACKED, ulysses=8))
+    flat, shared = with_counted_pairs(PACKED), with_counted_pairs(replace(PACKED, ulysses=8))
     assert (flat.ring, flat.ring_tokens) == (32, 32_768)
     assert (shared.ring, shared.ring_tokens) == (4, 262_144)
     # The same pairs, 1/8 of the heads: a tile takes 8 times as long, and the same bytes hop.
@@ -216,7 +216,7 @@ def test_messages_of_ranks_that_share_heads():
 
 
 def test_an_exposed_ring_names_the_degree_that_hides_it():
-    plan = make_plan(with_documents(PACKED), H100, IB)
+    plan = make_plan(with_counted_pairs(PACKED), H100, IB)
     text = exposed_ring_text(plan, IB)
     found = re.fullmatch(
         r"hops of the ring that nothing hides take (\d\d\.\d)% of a step; with "
@@ -316,7 +316,6 @@ def test_fp8_speeds_up_linear_layers_only():
 
 
 def test_packed_documents_count_visible_pairs_only():
-    assert document_pairs((3, 2)) == 6 + 3
     assert Run(LLAMA3.flavors["8B"], 5, documents=(3, 2)).pairs == 9
 
 

@@ -1,9 +1,11 @@
 """From TOML sections to the planner's run, and back."""
 
+from dataclasses import replace
+
 import pytest
 
 from recipes.models.llama3 import LLAMA3
-from recipes.planner.balance import slowest_pairs, with_documents
+from recipes.planner.balance import compare_layouts, slowest_pairs, with_counted_pairs
 from recipes.planner.hardware import GPUS, find_network_gb_s
 from recipes.planner.report import toml_text
 from recipes.planner.run import Levers, Run
@@ -195,12 +197,50 @@ def test_toml_text():
 @pytest.mark.parametrize("layout", [Striped(), HeadTail(), Contiguous()], ids=lambda x: x.spec)
 def test_closed_forms_agree_with_the_tiles(layout):
     run = Run(LLAMA3.flavors["8B"], 8192, cp=4, layout=layout.spec.partition(":")[0])
-    assert tile_pairs(run) == pytest.approx(slowest_pairs(layout, run)[0], rel=1e-3)
+    assert tile_pairs(run) == pytest.approx(slowest_pairs(layout, run)[0][None], rel=1e-3)
+
+
+def with_windows(*windows: int | None) -> Run:
+    shape = replace(LLAMA3.flavors["8B"], windows=windows)
+    return Run(shape, 131072, cp=8, rotate_method="ring")
+
+
+def test_windowed_layers_are_counted_and_averaged():
+    run = with_counted_pairs(with_windows(4096, None))
+    full, band = 131072 * 131073 / 2, 4096 * 4097 / 2 + (131072 - 4096) * 4096
+    assert run.pairs == (full + band) / 2
+    assert sum(tile_pairs(run)) == sum(tile_pairs(with_windows(None)))
+    assert sum(tile_pairs(run, 4096)) * 8 == pytest.approx(band, rel=1e-3)
+    contiguous = with_counted_pairs(replace(run, layout="contiguous"))
+    assert [len(tile_pairs(contiguous, w)) for w in (4096, None)] == [2, 8]
+    plain = plan_time(with_windows(None), H100, IB)
+    windowed = plan_time(run, H100, IB)
+    # Blocks of 128 rows on one edge of a triangle, and on both of a band of 4096 / 8 rows.
+    share = (band * (1 + 128 / 512) / (full * (1 + 128 / 16384)) + 1) / 2
+    seconds = [plan.parts["attention kernels"] for plan in (plain, windowed)]
+    assert seconds[1] == pytest.approx(share * seconds[0], rel=5e-3)
+    # The same step in less time does more of the full square and no more of what is visible.
+    assert windowed.mfu_torchtitan > 1.2 * plain.mfu_torchtitan
+    assert windowed.mfu_causal < plain.mfu_causal
+
+
+def test_the_layout_for_a_model_with_windows():
+    def fastest(run: Run) -> tuple[str, list[str]]:
+        rows = compare_layouts(run, H100, IB)
+        best = max(rows, key=lambda row: row.plan.time.tokens_per_second_per_gpu)
+        return best.name, [row.name for row in rows]
+
+    assert fastest(with_windows(1024)) == (
+        "contiguous",
+        ["contiguous", "headtail", "stripes of 1"],
+    )
+    assert fastest(with_windows(1024, None))[0] == "stripes of 1"
+    assert "stripes of 128" in fastest(with_windows(None))[1]
 
 
 def test_documents_save_attention_time():
     whole = Run(LLAMA3.flavors["8B"], 8192, cp=4)
-    packed = with_documents(Run(LLAMA3.flavors["8B"], 8192, cp=4, documents=(4096, 4096)))
+    packed = with_counted_pairs(Run(LLAMA3.flavors["8B"], 8192, cp=4, documents=(4096, 4096)))
     seconds = [plan_time(run, H100, IB).parts["attention kernels"] for run in (whole, packed)]
     # Half the pairs, and the rates of variable-length calls: forward 2 parts of 7, backward 5.
     rate = H100.kernels["flash"]

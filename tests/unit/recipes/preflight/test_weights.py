@@ -2,14 +2,15 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from recipes.models.decoder.config_json import model_fields
-from recipes.models.registry import family_of, shape_of
+from recipes.models.decoder.config_json import mismatch, model_fields
+from recipes.models.registry import MODELS, family_of, shape_of
 from recipes.preflight import load_config
 from recipes.preflight.weights import check_config_json
 from tests.helpers.hf_models import ROPE, make_model, save_model
@@ -229,6 +230,26 @@ def test_shipped_recipes_fit_the_weights_they_name(path: Path, tmp_path: Path) -
     else:
         with pytest.raises(ValueError, match="on_mismatch"):
             check_config_json(config)
+
+
+@pytest.mark.parametrize("name", ["llama3_striped", "qwen2_striped", "qwen3_striped"])
+def test_windows_of_weights_are_never_taken_for_full_attention(name: str) -> None:
+    family, shape = MODELS[name], MODELS[name].flavors["debugmodel"]
+    hf = model_fields(family, shape)
+    plain = hf | {"layer_types": ["full_attention"] * 4, "sliding_window": None}
+    assert mismatch(plain, family, shape) is None
+    windowed = hf | {
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }
+    assert mismatch(windowed, family, shape).startswith('layer_types = ["sliding_attention", ')
+    if "qwen" in name:
+        on = mismatch(hf | {"sliding_window": 8, "use_sliding_window": True}, family, shape)
+        assert on == "use_sliding_window = true, the flavor has false"
+    own = replace(shape, windows=(8, None))
+    assert mismatch(windowed, family, own) is None
+    assert mismatch(hf, family, own) == "sliding_window = null, the flavor has 8"
+    assert model_fields(family, own) == windowed
 
 
 def test_sequences_beyond_the_files_positions(folder: Path) -> None:

@@ -9,11 +9,13 @@ from torchtitan.models.llama3.model.args import RoPEScalingArgs
 from torchtitan.models.llama3.model.args import TransformerModelArgs as TitanArgs
 
 from recipes.config.schema import Rope
+from recipes.models.decoder.args import args_of
 from recipes.models.decoder.model import InnerAttention, Transformer
 from recipes.models.registry import MODELS
 from recipes.preflight import load_config
 from striped_cp import Documents
-from tests.helpers.models import flavor
+from tests.helpers.models import TOY_WINDOWS, flavor, name_settings
+from tests.helpers.reference import reference_attention
 
 
 @pytest.mark.parametrize(
@@ -108,6 +110,36 @@ def test_a_named_kernel_serves_one_document_too() -> None:
     torch.testing.assert_close(InnerAttention("reference")(q, k, v), torchs_own)
     with pytest.raises(ValueError, match="kernel = 'flash' cannot serve"):
         InnerAttention("flash")(q, k, v)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_layers_see_their_windows(monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
+    """Against dense masks, which stand in for the attention of every layer."""
+    args = args_of(TOY_WINDOWS, TOY_WINDOWS.flavors["debugmodel"])
+    torch.manual_seed(0)
+    model = Transformer(args)
+    with torch.no_grad():
+        model.init_weights()
+    tokens = torch.randint(0, 2048, (2, 64), generator=torch.Generator().manual_seed(1))
+    documents = Documents.from_cu_seqlens([[0, 24, 64], [0, 64]]) if packed else None
+    got = model(tokens, attention_masks=documents)
+    windows = iter((9, None, 25, 9))
+
+    def dense(self, query, key, value, *, documents, **_):
+        return reference_attention(query, key, value, documents, window=next(windows)).float()
+
+    monkeypatch.setattr(InnerAttention, "forward", dense)
+    torch.testing.assert_close(got, model(tokens, attention_masks=documents), rtol=1e-4, atol=1e-4)
+    assert next(windows, "used up") == "used up"
+
+
+def test_stripes_of_a_model_with_windows_are_of_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "toy_windows_striped", TOY_WINDOWS)
+    recipe = ["--job.config_file", "train_configs/debug_cpu.toml"]
+    toy = [*recipe, *name_settings("toy_windows_striped")]
+    assert load_config(toy, 1)
+    with pytest.raises(ValueError, match=r"striped_cp\.block_size = 8: .* windows.*; allowed: 1$"):
+        load_config([*toy, "--striped_cp.block_size", "8"], 1)
 
 
 @pytest.mark.parametrize("degree", [1, 2])
