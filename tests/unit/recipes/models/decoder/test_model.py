@@ -137,9 +137,9 @@ def test_stripes_of_a_model_with_windows_are_of_one_token(monkeypatch: pytest.Mo
     monkeypatch.setitem(MODELS, "toy_windows_striped", TOY_WINDOWS)
     recipe = ["--job.config_file", "train_configs/debug_cpu.toml"]
     toy = [*recipe, *name_settings("toy_windows_striped")]
-    assert load_config(toy, 1)
+    assert load_config(toy, 2)
     with pytest.raises(ValueError, match=r"striped_cp\.block_size = 8: .* windows.*; allowed: 1$"):
-        load_config([*toy, "--striped_cp.block_size", "8"], 1)
+        load_config([*toy, "--striped_cp.block_size", "8"], 2)
 
 
 @pytest.mark.parametrize("degree", [1, 2])
