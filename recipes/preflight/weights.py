@@ -7,7 +7,7 @@ from recipes.config.schema import StripedJobConfig
 from recipes.config.types import InvalidSetting
 from recipes.data.tokens import Tokenizer
 from recipes.models.decoder.args import model_args
-from recipes.models.decoder.config_json import check_numbers, mismatch
+from recipes.models.decoder.config_json import check_numbers, mismatch, model_fields
 from recipes.models.decoder.rope_config import FIELDS, max_positions, read_rope
 from recipes.models.decoder.weights import hf_shapes
 from recipes.models.registry import MODELS, family_of, shape_of
@@ -97,6 +97,8 @@ def _check_settings(config: StripedJobConfig) -> None:
     if checkpoint.last_save_in_hf and checkpoint.load_only:
         why = "nothing is saved while checkpoint.load_only is true"
         raise InvalidSetting("checkpoint.last_save_in_hf", True, why, "false")
+    if checkpoint.last_save_in_hf:
+        model_fields(family_of(config), shape_of(config))  # refuses what config.json cannot say
     _check_resume(config)
 
 

@@ -9,11 +9,17 @@ from recipes.models.shapes import ModelShape
 
 
 def model_fields(family: ModelFamily, shape: ModelShape) -> dict[str, Any]:
-    """Entries of config.json that a flavor decides."""
+    """Entries of config.json that a flavor decides.
+
+    Raises:
+        ValueError: layers have several windows, config.json has room for one.
+    """
     windows = {}
     if shape.windowed:
-        (sliding,) = set(shape.windows) - {None}  # config.json has room for one
-        windows = {"sliding_window": sliding, "layer_types": _layer_types(shape)}
+        sizes = _window_sizes(shape)
+        if len(sizes) > 1:
+            raise ValueError(f"windows of {sizes} tokens: config.json has room for one size")
+        windows = {"sliding_window": sizes[0], "layer_types": _layer_types(shape)}
     return {
         **family.hf_fields,
         "vocab_size": shape.vocab_size,
@@ -27,6 +33,10 @@ def model_fields(family: ModelFamily, shape: ModelShape) -> dict[str, Any]:
         "tie_word_embeddings": shape.tied,
         **windows,
     }
+
+
+def _window_sizes(shape: ModelShape) -> list[int]:
+    return sorted(window for window in shape.layers_by_window if window is not None)
 
 
 def _layer_types(shape: ModelShape) -> list[str]:
@@ -54,6 +64,9 @@ def check_numbers(hf: dict[str, Any], path: Path) -> None:
 
 def mismatch(hf: dict[str, Any], family: ModelFamily, shape: ModelShape) -> str | None:
     """The first entry of a config.json that a flavor does not fit, as "name = x, ... has y"."""
+    if len(_window_sizes(shape)) > 1:
+        found_window = json.dumps(hf.get("sliding_window"))
+        return f"sliding_window = {found_window}, the flavor has {_window_sizes(shape)}"
     heads = hf.get("num_attention_heads") or family.hf_defaults["num_attention_heads"]
     derived = {
         "num_key_value_heads": heads,

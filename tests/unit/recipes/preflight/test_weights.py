@@ -250,6 +250,10 @@ def test_windows_of_weights_are_never_taken_for_full_attention(name: str) -> Non
     assert mismatch(windowed, family, own) is None
     assert mismatch(hf, family, own) == "sliding_window = null, the flavor has 8"
     assert model_fields(family, own) == windowed
+    several = replace(shape, windows=(8, 16))
+    assert mismatch(windowed, family, several) == "sliding_window = 8, the flavor has [8, 16]"
+    with pytest.raises(ValueError, match=r"windows of \[8, 16\] tokens: .* one size"):
+        model_fields(family, several)
 
 
 def test_sequences_beyond_the_files_positions(folder: Path) -> None:
