@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import Literal
 
@@ -12,7 +13,7 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from .axes import Axes, axes_of
+from .axes import Axes, axes_of, check_order
 from .documents import Documents
 from .kernels import KERNELS
 from .layout import TOKEN_STRIPES, Layout
@@ -89,6 +90,8 @@ def ring_attention(
         raise ValueError(f"documents must be a Documents, not a {type(documents).__name__}")
     if window is not None and (type(window) is not int or window < 1):
         raise ValueError(f"window = {window!r}: must be None or an integer, at least 1")
+    if window is not None:
+        window = min(window, sys.maxsize)  # of a custom operator's integers
     axes = axes_of(mesh)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
@@ -260,6 +263,7 @@ def _check_placements(
                     f"DTensors must live on a device mesh with the ring's axis {axis!r}; "
                     f"its axes are {axes}"
                 )
+        check_order(mesh)
         ranks, wanted = query.device_mesh[sequence].mesh, mesh.mesh
         if not torch.equal(ranks, wanted):
             shown = sequence[0] if len(sequence) == 1 else sequence

@@ -48,7 +48,7 @@ def axes_of(mesh: DeviceMesh | None) -> Axes:
     """The axes of a mesh: the ring's, or the ring's and "ulysses"; None: a ring of one rank.
 
     Raises:
-        ValueError: another mesh.
+        ValueError: another mesh, or one of two axes whose ranks do not ascend.
     """
     if mesh is None:
         return Axes(Axis(), Axis())
@@ -60,8 +60,22 @@ def axes_of(mesh: DeviceMesh | None) -> Axes:
             f"mesh must have one dimension, the ring's, or two, the ring's and {ULYSSES!r}; got "
             f"{names or mesh.shape}. Pass its submesh, for example mesh['cp']"
         )
+    # One axis goes by the order of its group. Compiled code does not look at ranks; what it works
+    # on has been dealt out before.
+    if mesh.ndim == 2 and not torch.compiler.is_compiling():
+        check_order(mesh)
     axes = [_axis(mesh, dim) for dim in range(mesh.ndim)]
     return Axes(axes[0], axes[1] if len(axes) == 2 else Axis())
+
+
+def check_order(mesh: DeviceMesh) -> None:
+    """Raise ValueError where a mesh counts its ranks in another order than its groups do."""
+    ranks = mesh.mesh
+    if not all(bool((ranks.diff(dim=dim) > 0).all()) for dim in range(ranks.ndim)):
+        raise ValueError(
+            f"mesh has its ranks in the order {ranks.tolist()}: they must ascend along every axis, "
+            "as process groups count them"
+        )
 
 
 def _axis(mesh: DeviceMesh, dim: int) -> Axis:

@@ -67,9 +67,12 @@ class ChatTemplate:
         Raises:
             ValueError: the template refuses it.
         """
-        return self._render(
-            self._plain, _messages(conversation), conversation, add_generation_prompt
-        )
+        messages = _messages(conversation)
+        text = self._render(self._plain, messages, conversation, add_generation_prompt)
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant":
+                self._check_written(message, number, text)
+        return text
 
     def turns(
         self, conversation: Conversation, special: Sequence[str], last: bool = False
@@ -126,14 +129,16 @@ class ChatTemplate:
             else:
                 turn = [self._generated(text, begin, end, number, special)]
             written = "".join(text[begin:end] for begin, end in turn)
-            said = _said(messages[number])
-            if said and not any(word in written for word in said):
-                raise ValueError(
-                    f"{self.name}: this chat template writes neither content nor tool_calls of "
-                    f"message {number + 1}"
-                )
+            self._check_written(messages[number], number, written)
             spans += turn
         return text, spans
+
+    def _check_written(self, message: dict[str, Any], number: int, text: str) -> None:
+        for key, words in _said(message).items():
+            if words and not any(word in text for word in words):
+                raise ValueError(
+                    f"{self.name}: this chat template does not write {key} of message {number + 1}"
+                )
 
     def _generated(
         self, text: str, begin: int, end: int, number: int, special: Sequence[str]
@@ -191,7 +196,11 @@ def find_chat_template(folder: Path, config: dict[str, Any]) -> str | None:
         config: content of its tokenizer_config.json.
     """
     path = folder / "chat_template.jinja"
-    template = path.read_text(encoding="utf-8") if path.exists() else config.get("chat_template")
+    try:
+        there = path.exists()
+        template = path.read_text(encoding="utf-8") if there else config.get("chat_template")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: no chat template ({error})") from None
     if isinstance(template, list):  # several, by name
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     return template if isinstance(template, str) else None
@@ -217,14 +226,14 @@ def read_chat_template(folder: Path, config: dict[str, Any]) -> ChatTemplate:
     return ChatTemplate(template, special, str(folder))
 
 
-def _said(message: dict[str, Any]) -> list[str]:
-    """Words of a message, some of which a template writes that writes it at all."""
+def _said(message: dict[str, Any]) -> dict[str, list[str]]:
+    """Words of a message by their key, some of which a template writes that writes it at all."""
     content, calls = message.get("content"), message.get("tool_calls")
-    words = content.split() if isinstance(content, str) else []
+    names = []
     for call in calls if isinstance(calls, list) else []:
         function = call.get("function", call) if isinstance(call, dict) else {}
-        words += [str(function["name"])] if "name" in function else []
-    return words
+        names += [str(function["name"])] if "name" in function else []
+    return {"content": content.split() if isinstance(content, str) else [], "tool_calls": names}
 
 
 def _places(parts: list[str]) -> tuple[dict[int, Span], list[Span]]:

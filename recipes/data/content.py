@@ -41,11 +41,11 @@ def content_of(row: Mapping[str, Any], column: str) -> Content:
     Raises:
         ValueError: the values make no document; says why, without the place.
     """
-    value, completion = row[column], row.get("completion")
-    if column == "prompt" and completion is not None:
+    value = row[column]
+    if column == "prompt" and "completion" in row:
         messages = [
             *_messages(value, "prompt", role="user"),
-            *_messages(completion, "completion", role="assistant"),
+            *_messages(row["completion"], "completion", role="assistant"),
         ]
         return Conversation(messages, _tools(row))
     if value is None or isinstance(value, str):
@@ -103,6 +103,8 @@ def _tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 def _ids(row: Mapping[str, Any], column: str) -> np.ndarray:
     ids = _integers(row, column)
+    if ids.dtype.kind == "b":
+        raise ValueError(f"column {column!r} has true and false, token ids are expected")
     if not len(ids):
         raise ValueError(f"column {column!r} is empty")
     if ids.min() < 0 or ids.max() >= 1 << 31:

@@ -43,7 +43,8 @@ def check_fit(config: Any, section: str, sources: Sequence[Source], tokenizer: A
             elif isinstance(content, Conversation):
                 conversations = True
                 tokens = encode(tokenizer, document, loss_on)
-                warnings += _check_end(document.place, tokens, tokenizer)
+                if loss_on != "all":  # where what follows the end of a turn is learned, too
+                    warnings += _check_end(document.place, tokens, tokenizer)
     if section == "training" and loss_on != "all" and not conversations:
         why = "training reads no conversations"
         raise InvalidSetting("documents.loss_on", loss_on, why, '"all", or a column of messages')

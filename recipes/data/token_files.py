@@ -106,8 +106,9 @@ def _open_raw(path: Path, vocabulary: Vocabulary) -> np.ndarray:
         str(path),
         f"has no header that says how wide its ids are, and {cause}, which a vocabulary of "
         f"{vocabulary.size} does not have",
-        "take the tokenizer that made them, or write them with their type: python -c 'import numpy "
-        f'as np; np.save("{path.with_suffix("")}-ids.npy", np.memmap("{path}", np.uint32))\'',
+        "put the .idx of Megatron beside it, take the tokenizer that made it, or write it with its "
+        "type (np.uint16, np.uint32, np.int64): python -c 'import numpy as np; "
+        f'np.save("{path.with_suffix("")}-ids.npy", np.memmap("{path}", TYPE))\'',
     )
 
 

@@ -104,6 +104,7 @@ def encode(tokenizer: Any, document: Record | np.ndarray, loss_on: str = "all") 
     if isinstance(content, np.ndarray):
         return content
     if isinstance(content, Conversation):
+        _ = tokenizer.chat  # that there is none is not the document's fault
         try:
             return _encode_conversation(tokenizer, content, loss_on)
         except ValueError as error:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -63,6 +63,9 @@ def check_shard_and_unshard() -> None:
         assert torch.equal(unshard_sequence(local, mesh=mesh, layout=HeadTail()), full)
     with pytest.raises(ValueError, match=r"multiple of 4 for .* on 4 ranks; nearest: 4 or 8"):
         shard_sequence(torch.zeros(1, 6), mesh=mesh_of(1, 4))
+    snake = DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("cp", "ulysses"))
+    with pytest.raises(ValueError, match=r"in the order \[\[0, 1\], \[3, 2\]\]: they must ascend"):
+        shard_sequence(full, mesh=snake)
     x = torch.randn(1, 2, 6, 8)
     with pytest.raises(ValueError, match="2 query heads do not divide over the 4 ranks"):
         ring_attention(x, x, x, mesh=mesh_of(1, 4))

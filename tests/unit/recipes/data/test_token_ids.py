@@ -228,7 +228,7 @@ def test_joined_documents_that_cannot_be_told_are_refused(tmp_path, monkeypatch)
     assert message.startswith(f"{path}: has no header that says how wide its ids are, and read as")
     assert "every second one is 0" in message
     (advice,) = re.findall(r"python -c '(.*)'$", message)
-    exec(advice)
+    exec(advice.replace("TYPE", "np.uint32"))
     assert [ids for _, ids in read(tmp_path / "a-ids.npy", vocabulary=SMALL)] == documents()
     joined(np.uint16).tofile(path)
     assert "read as ids of 4 bytes, there is" in fault(path)
