@@ -14,6 +14,7 @@ class Range(NamedTuple):
 AT_LEAST_ONE = Range(lambda v: v >= 1, "at least 1")
 AT_LEAST_ZERO = Range(lambda v: v >= 0, "at least 0")
 POSITIVE = Range(lambda v: v > 0, "above 0")
+WEIGHT = Range(lambda v: 0 < v <= 1e100, "above 0 and at most 1e100")  # their sum is finite
 BELOW_ONE = Range(lambda v: 0 <= v < 1, "at least 0 and below 1")
 SHARE = Range(lambda v: 0 <= v <= 1, "0 to 1")
 MINUS_ONE_OR_MORE = Range(lambda v: v == -1 or v >= 1, "-1 or at least 1")

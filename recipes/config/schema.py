@@ -15,6 +15,7 @@ from recipes.config.ranges import (
     MINUS_ONE_OR_MORE,
     NOT_EMPTY,
     POSITIVE,
+    WEIGHT,
 )
 from recipes.titan import job_config as titan
 
@@ -63,7 +64,7 @@ class MixtureSource(DataSource):
     name: str = ""
     """Of its metrics and in messages. Empty: the last part of its path, or the dataset's name"""
 
-    weight: Annotated[float, POSITIVE] = 1.0
+    weight: Annotated[float, WEIGHT] = 1.0
     """Its share of the tokens, relative to the weights of the other sources"""
 
     min_tokens: Annotated[int | None, AT_LEAST_ONE] = None

@@ -61,6 +61,10 @@ def test_entries_and_their_names(tmp_path: Path) -> None:
         ("steps = 1", "training.mixture.2.steps = 1: unknown key"),
         ('weight = "1"', 'training.mixture.2.weight = "1": wrong type or value'),
         ("weight = 0", "training.mixture.2.weight = 0.0: out of range; allowed: above 0"),
+        (
+            "weight = 1e101",
+            "training.mixture.2.weight = 1e+101: out of range; allowed: above 0 and",
+        ),
         ("weight = inf", "training.mixture.2.weight = Infinity: out of range"),
         ("min_tokens = 0", "training.mixture.2.min_tokens = 0: out of range; allowed: at least 1"),
         ("min_tokens = 9\nmax_tokens = 8", "training.mixture.2.min_tokens = 9: no document is so"),
