@@ -13,6 +13,8 @@ import numpy as np
 
 from recipes.data.targets import with_targets
 
+# A column that has no other documents than conversations.
+MESSAGES = "messages"
 BESIDE_IDS = ("labels", "loss_mask", "attention_mask")
 BESIDE_MESSAGES = ("completion", "tools")
 # Keys of which a message has at least one.
@@ -49,6 +51,8 @@ def content_of(row: Mapping[str, Any], column: str) -> Content:
         ]
         return Conversation(messages, _tools(row))
     if value is None or isinstance(value, str):
+        if value and column == MESSAGES:
+            raise ValueError(f"column {column!r} is text, messages are expected")
         return value or ""
     if not isinstance(value, list | np.ndarray):
         raise ValueError(f"column {column!r} is {type(value).__name__}, {EXPECTED}")

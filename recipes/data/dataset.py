@@ -14,12 +14,12 @@ from recipes.config.values import get
 from recipes.data.content import Content, content_of, without_none
 from recipes.data.files import digest
 from recipes.data.loader import DocumentLoader
-from recipes.data.records import Record
 from recipes.data.shards import is_shard_folder
 from recipes.data.sources import FileSource, HubSource, PreparedSource, Source
 from recipes.data.startup import check_fit
 from recipes.data.streams import Member
 from recipes.data.tokens import tokenizer_identity, vocabulary_of
+from recipes.models.registry import shape_of
 from recipes.titan import DATASETS, logger
 
 SAMPLE = Path(__file__).parents[2] / "assets" / "corpus" / "austen.jsonl.gz"
@@ -102,8 +102,7 @@ def check_documents(source: Source, section: str, dp_degree: int) -> None:
             f"of {dp_degree}; give more, or lower it by a higher "
             "parallelism.context_parallel_degree"
         )
-    if isinstance(documents[0], Record):
-        documents[0].content()
+    documents[0].content()
 
 
 def build_dataloader(
@@ -150,6 +149,7 @@ def _build(
         dp_rank=dp_rank,
         dp_degree=dp_degree,
         seq_len=data.seq_len,
+        vocab_size=shape_of(config).vocab_size,
         batch_size=rows,
         packing=config.documents.packing,
         mask=config.documents.mask,

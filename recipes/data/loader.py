@@ -53,6 +53,7 @@ class DocumentLoader(BaseDataLoader):
         tokenizer: torchtitan's tokenizer of the model.
         dp_rank, dp_degree: this rank and the number of ranks that read different data.
         seq_len: tokens per sequence, S.
+        vocab_size: of the model.
         batch_size: sequences per batch, B.
         packing: "pack" or "concat".
         mask: whether labels stay within documents.
@@ -72,6 +73,7 @@ class DocumentLoader(BaseDataLoader):
         dp_rank: int,
         dp_degree: int,
         seq_len: int,
+        vocab_size: int,
         batch_size: int,
         packing: str,
         mask: bool,
@@ -99,6 +101,7 @@ class DocumentLoader(BaseDataLoader):
                 dp_rank,
                 dp_degree,
                 seq_len=seq_len,
+                vocab_size=vocab_size,
                 loss_on=loss_on,
                 too_long=too_long,
                 num_workers=num_workers,

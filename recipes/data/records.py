@@ -161,6 +161,18 @@ class JsonLine(Record):
 
 
 @dataclass(frozen=True)
+class Row(Record):
+    """A row of a prepared folder or a Hugging Face dataset, its document read already."""
+
+    value: Content
+
+    unit = "row"
+
+    def _decode(self) -> Content:
+        return self.value
+
+
+@dataclass(frozen=True)
 class Broken(Record):
     """What is left of a file from the place on where it cannot be read: no document at all."""
 

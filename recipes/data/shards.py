@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from recipes.data.records import Row
+
 FORMAT = "striped-cp tokenized documents"
 VERSION = 1
 MANIFEST = "manifest.json"
@@ -99,6 +101,7 @@ class ShardFolder:
                 raise ValueError(f"{folder / MANIFEST}: names {name}, outside of its folder")
         self.files = [folder / name for name in names]
         self._lists: list[pa.ListArray] = []
+        self._places: list[tuple[str, int]] = []  # file of each, and its first row
         for path, shard in zip(self.files, self.manifest["shards"], strict=True):
             if not path.is_file() or path.stat().st_size != shard["bytes"]:
                 raise ValueError(
@@ -107,17 +110,22 @@ class ShardFolder:
                 )
             with pa.memory_map(str(path)) as source:
                 table = pa.ipc.open_file(source).read_all()
+            row = 0
+            for lists in table["tokens"].chunks:
+                self._places.append((str(path), row))
+                row += len(lists)
             self._lists += table["tokens"].chunks
         self._ends = np.cumsum([len(lists) for lists in self._lists], dtype=np.int64)
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
-    def __getitem__(self, number: int) -> np.ndarray:
-        """Tokens (n,) int32 of a document: a view of the memory map, nothing is copied."""
+    def __getitem__(self, number: int) -> Row:
+        """A document, (n,) int32: a view of the memory map, nothing is copied."""
         chunk = int(np.searchsorted(self._ends, number, side="right"))
         row = number - (int(self._ends[chunk - 1]) if chunk else 0)
-        return self._lists[chunk][row].values.to_numpy()
+        path, first = self._places[chunk]
+        return Row(path, first + row + 1, 0, self._lists[chunk][row].values.to_numpy())
 
     def lengths(self) -> np.ndarray:
         """Tokens of every document: (documents,) int64."""

@@ -7,7 +7,6 @@ of one context- or tensor-parallel group read the same, others read different do
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,8 +17,8 @@ from datasets.distributed import split_dataset_by_node
 from recipes.data.content import Content
 from recipes.data.files import digest, files_identity, find_files
 from recipes.data.readers import read_records
-from recipes.data.records import BadDocument, Record
-from recipes.data.shards import ShardFolder
+from recipes.data.records import BadDocument, Record, Row
+from recipes.data.shards import MANIFEST, ShardFolder
 from recipes.data.token_files import Vocabulary
 from recipes.titan import logger
 
@@ -33,7 +32,7 @@ class Source(Protocol):
 
     def documents(
         self, epoch: int, cursor: Cursor | None, rank: int, degree: int
-    ) -> Iterator[tuple[Cursor, Record | np.ndarray]]:
+    ) -> Iterator[tuple[Cursor, Record]]:
         """One rank's documents after `cursor` (None: from the start), each with its own cursor."""
 
 
@@ -53,7 +52,7 @@ class FileSource:
 
     def documents(
         self, epoch: int, cursor: Cursor | None, rank: int, degree: int
-    ) -> Iterator[tuple[Cursor, Record | np.ndarray]]:
+    ) -> Iterator[tuple[Cursor, Record]]:
         cursor = cursor or {"file": 0, "record": 0, "document": 0}
         document = cursor["document"]
         for index in range(cursor["file"], len(self.files)):
@@ -91,34 +90,27 @@ class PreparedSource:
         self.shuffle_seed = shuffle_seed
         self.identity = digest([manifest["shards"], shuffle_seed])
 
-    def check_loss_on(self, wanted: str) -> None:
-        """Raise ValueError if the conversations were prepared for another loss."""
+    def check_learned(self, wanted: str) -> None:
+        """Raise ValueError if the conversations were prepared for another loss, or for none."""
         if self.loss_on not in (None, wanted):
             raise ValueError(
                 f'documents.loss_on = "{wanted}": {self.shards.folder} was prepared with --loss-on '
                 f'{self.loss_on}; allowed: "{self.loss_on}", or prepare the conversations anew'
             )
+        if not any(shard.get("learned", 1) for shard in self.shards.manifest["shards"]):
+            raise ValueError(
+                f"{self.shards.folder / MANIFEST}: no token of its documents is learned; prepare "
+                "them with another --loss-on, or from ids with other labels or loss_mask"
+            )
 
     def documents(
         self, epoch: int, cursor: Cursor | None, rank: int, degree: int
-    ) -> Iterator[tuple[Cursor, Record | np.ndarray]]:
+    ) -> Iterator[tuple[Cursor, Record]]:
         order = np.arange(len(self.shards))
         if self.shuffle_seed is not None:
             order = np.random.default_rng([self.shuffle_seed, epoch]).permutation(order)
         for index in range(cursor["document"] if cursor else rank, len(order), degree):
             yield {"document": index + degree}, self.shards[int(order[index])]
-
-
-@dataclass(frozen=True)
-class Row(Record):
-    """A row of a Hugging Face dataset, its document read already."""
-
-    value: Content
-
-    unit = "row"
-
-    def _decode(self) -> Content:
-        return self.value
 
 
 class HubSource:
@@ -145,7 +137,7 @@ class HubSource:
 
     def documents(
         self, epoch: int, cursor: Cursor | None, rank: int, degree: int
-    ) -> Iterator[tuple[Cursor, Record | np.ndarray]]:
+    ) -> Iterator[tuple[Cursor, Record]]:
         done = cursor["row"] if cursor else 0
         if streaming := isinstance(self._dataset, datasets.IterableDataset):
             # A new object for each pass: one moved to a saved place begins there ever after.

@@ -18,6 +18,7 @@ from recipes.data.parallel import ordered_map
 from recipes.data.records import Record
 from recipes.data.sources import Source
 from recipes.data.state import USED_UP, Packs, Position, Shares
+from recipes.data.targets import check_ids
 from recipes.data.tokens import encode
 from recipes.titan import logger
 
@@ -62,6 +63,7 @@ class Documents:
     Args:
         rank, degree: this rank and the number of ranks that read different documents.
         seq_len: tokens of a sequence.
+        vocab_size: of the model.
         loss_on: which messages of a conversation are learned, see `tokens.encode`.
         too_long: documents longer than a sequence are "cut" by the packer, or "leave_out".
         num_workers: threads that tokenize.
@@ -76,6 +78,7 @@ class Documents:
         degree: int,
         *,
         seq_len: int,
+        vocab_size: int,
         loss_on: str = "all",
         too_long: str = "cut",
         num_workers: int = 0,
@@ -86,6 +89,7 @@ class Documents:
         self.rank = rank
         self.degree = degree
         self.seq_len = seq_len
+        self.vocab_size = vocab_size
         self.loss_on = loss_on
         self.too_long = too_long
         self.num_workers = num_workers
@@ -120,18 +124,17 @@ class Documents:
         return parts if self.too_long == "cut" else []
 
     def _encoded(
-        self, records: Iterator[tuple[Record | np.ndarray, Position]]
+        self, records: Iterator[tuple[Record, Position]]
     ) -> Iterator[tuple[list[np.ndarray], Position]]:
         if not self.num_workers:
             return map(self._encode, records)
         pool = ThreadPoolExecutor(self.num_workers, thread_name_prefix="tokenizer")
         return ordered_map(pool, self._encode, records, self.num_workers * self.prefetch_factor)
 
-    def _encode(
-        self, item: tuple[Record | np.ndarray, Position]
-    ) -> tuple[list[np.ndarray], Position]:
+    def _encode(self, item: tuple[Record, Position]) -> tuple[list[np.ndarray], Position]:
         document, position = item
         tokens = encode(self.tokenizer, document, self.loss_on)
+        check_ids(document.place, tokens, self.vocab_size)
         member = self.member
         most = len(tokens) if member.max_tokens is None else member.max_tokens
         if not max(member.min_tokens, 1) <= len(tokens) <= most:
@@ -139,7 +142,7 @@ class Documents:
         length = member.seq_len or len(tokens)
         return [tokens[i : i + length] for i in range(0, len(tokens), length)], position
 
-    def _records(self, state: Position) -> Iterator[tuple[Record | np.ndarray, Position]]:
+    def _records(self, state: Position) -> Iterator[tuple[Record, Position]]:
         epoch, start = state
         while True:
             nothing = start is None

@@ -12,6 +12,7 @@ from recipes.data.content import (
     BESIDE_IDS,
     BESIDE_MESSAGES,
     EXPECTED,
+    MESSAGES,
     Content,
     content_of,
     without_none,
@@ -132,7 +133,7 @@ def _read(
 def _record(
     path: str, row: int, offset: int, batch: pa.RecordBatch, index: int, column: str
 ) -> Record:
-    if batch.num_columns == 1 and _is_text(batch.schema.field(0).type):
+    if batch.num_columns == 1 and column != MESSAGES and _is_text(batch.schema.field(0).type):
         value = batch.column(0)[index]
         raw = value.as_buffer().to_pybytes() if value.is_valid else None
         return TextRow(path, row, offset, raw)

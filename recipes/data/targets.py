@@ -19,6 +19,16 @@ def token_ids(tokens: np.ndarray) -> np.ndarray:
     return np.where(tokens < 0, ~tokens, tokens)
 
 
+def check_ids(place: str, tokens: np.ndarray, vocab_size: int) -> None:
+    """Raise ValueError, with its place, if a document (n,) has an id that the model has not."""
+    most = max(int(tokens.max(initial=0)), ~int(tokens.min(initial=0)))
+    if most >= vocab_size:
+        raise ValueError(
+            f"{place}: token id {most}, the model has 0 to {vocab_size - 1}: the file is damaged, "
+            "or was tokenized for another model; name files of this one's token ids"
+        )
+
+
 def are_targets(tokens: np.ndarray) -> np.ndarray:
     """Whether the tokens of a document (n,) are learned: bool (n,)."""
     return tokens >= 0

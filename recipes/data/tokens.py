@@ -9,8 +9,7 @@ import numpy as np
 from recipes.data.chat import ChatTemplate, find_chat_template, read_chat_template
 from recipes.data.content import Conversation
 from recipes.data.files import digest
-from recipes.data.records import BadDocument, Record
-from recipes.data.sources import Row
+from recipes.data.records import BadDocument, Record, Row
 from recipes.data.targets import with_targets
 from recipes.data.token_files import Vocabulary
 from recipes.titan import HuggingFaceTokenizer, logger
@@ -84,12 +83,11 @@ def build_tokenizer(config: Any) -> Tokenizer:
     return tokenizer
 
 
-def encode(tokenizer: Any, document: Record | np.ndarray, loss_on: str = "all") -> np.ndarray:
+def encode(tokenizer: Any, document: Record, loss_on: str = "all") -> np.ndarray:
     """Token ids (n,) int32 of a document, as `targets` has them.
 
     A text gets BOS and EOS where the tokenizer has them, a conversation what its template writes.
-    An array and token ids from elsewhere are documents that were tokenized before, and stay as they
-    are. Of a row of a Hugging Face dataset nothing may be left, (0,).
+    Token ids stay as they are. Of a row of a Hugging Face dataset nothing may be left, (0,).
 
     Args:
         loss_on: which messages of a conversation are learned: "all", those of the "assistant", or
@@ -98,8 +96,6 @@ def encode(tokenizer: Any, document: Record | np.ndarray, loss_on: str = "all") 
     Raises:
         BadDocument: nothing is left of the document, or it cannot be decoded.
     """
-    if isinstance(document, np.ndarray):
-        return document
     content = document.content()
     if isinstance(content, np.ndarray):
         return content

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 
-from recipes.data.records import Record
 from recipes.data.sources import Source
 from recipes.data.targets import token_ids
 from recipes.titan import logger
@@ -51,10 +50,9 @@ class Haystack:
         parts: list[np.ndarray] = []
         total = 0
         for _, document in source.documents(0, None, rank=0, degree=1):
-            if isinstance(document, Record):
-                content = document.content()
-                document = content if isinstance(content, np.ndarray) else encode(document.text())
-            part = token_ids(document)
+            content = document.content()
+            ids = content if isinstance(content, np.ndarray) else encode(document.text())
+            part = token_ids(ids)
             parts.append(np.asarray(part, dtype=np.int64))
             total += len(part)
             if total >= count:

@@ -46,6 +46,7 @@ def typical_documents(config: StripedJobConfig, folder: str = "") -> tuple[tuple
         dp_rank=0,
         dp_degree=1,
         seq_len=seq_len,
+        vocab_size=shape_of(config).vocab_size,
         batch_size=1,
         packing=config.documents.packing,
         mask=config.documents.mask,

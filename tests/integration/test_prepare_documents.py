@@ -61,7 +61,7 @@ def test_all_kinds_of_files_become_tokens_and_a_summary(tmp_path):
     tokenizer = Tokenizer(str(TOKENIZER))
     expected = [tokenizer.encode(text, add_bos=True, add_eos=True) for text in texts]
     shards = ShardFolder(tmp_path / "out")
-    assert [shards[i].tolist() for i in range(len(shards))] == expected
+    assert [shards[i].value.tolist() for i in range(len(shards))] == expected
     total = sum(map(len, expected))
     assert f"6 documents, {total:,} tokens, 1 files" in done.stdout
     assert f"longest {max(map(len, expected)):,}" in done.stdout
@@ -197,7 +197,7 @@ def test_conversations_are_tokenized_once_with_what_is_learned(tmp_path):
     assert done.returncode == 0, done.stderr
     expected = [encode(tokenizer, record, "last") for record in read_records(data, "messages")]
     shards = ShardFolder(tmp_path / "out")
-    assert [shards[i].tolist() for i in range(5)] == [tokens.tolist() for tokens in expected]
+    assert [shards[i].value.tolist() for i in range(5)] == [tokens.tolist() for tokens in expected]
     learned = sum(int((tokens >= 0).sum()) for tokens in expected)
     assert 0 < learned < 0.6 * sum(map(len, expected))
     assert f"loss on last: {learned:,} tokens, " in done.stdout

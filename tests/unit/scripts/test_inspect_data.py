@@ -38,7 +38,7 @@ class Decoding(NumberTokenizer):
 def loader(tmp_path):
     file = write_jsonl(tmp_path / "a.jsonl", number_documents([30, 5, 90]))
     members = [Member(FileSource(str(file), "text"), "a", repeat=False, min_tokens=6)]
-    how = {"dp_rank": 0, "dp_degree": 1, "seq_len": 40, "batch_size": 1}
+    how = {"dp_rank": 0, "dp_degree": 1, "seq_len": 40, "batch_size": 1, "vocab_size": 2048}
     return DocumentLoader(members, Decoding(), packing="pack", mask=True, **how)
 
 

@@ -239,6 +239,7 @@ def test_turns_that_a_filter_changes_are_refused():
     ("row", "cause"),
     [
         ({"messages": []}, "column 'messages' is empty"),
+        ({"messages": "QUESTION"}, "column 'messages' is text, messages are expected"),
         ({"messages": [{"from": "human", "value": "x"}]}, "has no role (found: from, value)"),
         ({"messages": [{"role": 3}]}, "message 1 of column 'messages' has no role (found: role)"),
         ({"messages": [message("user", "x"), "y"]}, "message 2 of column 'messages' has no role"),
@@ -258,6 +259,28 @@ def test_a_bad_conversation_is_named(tokenizers, tmp_path, row, cause):
         encode(tokenizers["Llama 3.1"], bad, "assistant")
     assert str(info.value).startswith(f"{path}, line 2: ")
     assert cause in str(info.value)
+
+
+def test_a_table_of_texts_has_no_messages(tmp_path):
+    path = parquet(tmp_path / "a.parquet", [{"messages": json.dumps(SAID)}])
+    (bad,) = read_records(path, "messages")
+    with pytest.raises(BadDocument, match=r"a\.parquet, row 1: column 'messages' is text"):
+        bad.content()
+
+
+def test_conversations_of_which_nothing_is_learned_are_told(tmp_path):
+    """A template that marks what is generated, of answers without words."""
+    chat_tokenizer(tmp_path, "Qwen3")
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}[{{ m.role }}]{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% endfor %}"
+    )
+    tokenizer = Tokenizer(str(tmp_path))
+    path = write(tmp_path / "a.jsonl", [{"messages": [SAID[0], message("assistant", "")]}] * 2)
+    config = settings_for(tokenizer, path, documents__loss_on="assistant")
+    told = r'line 2: no token is learned, documents\.loss_on = "assistant" leaves none'
+    with pytest.raises(ValueError, match=told):
+        build_dataloader(1, 0, tokenizer, config)
 
 
 def test_a_tokenizer_without_a_template_is_named(tmp_path):

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from recipes.data.dataset import build_dataloader, build_validation_dataloader
 from recipes.data.loader import DocumentLoader
+from recipes.data.records import Row
 from recipes.data.streams import Member
 from recipes.preflight.data import check_checkpoint_position
 from tests.helpers.documents import NumberTokenizer, fingerprint, job, number_documents, write_jsonl
@@ -272,7 +273,7 @@ class Endless:
 
     def documents(self, epoch, cursor, rank, degree):
         for i in range(500):
-            yield {"document": i}, np.full(40_000, i, np.int32)
+            yield {"document": i}, Row("endless", i + 1, 0, np.full(40_000, i, np.int32))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -283,6 +284,7 @@ def test_memory_does_not_grow_with_the_data(workers):
         NumberTokenizer(),
         dp_rank=0,
         dp_degree=1,
+        vocab_size=2048,
         seq_len=65536,
         batch_size=1,
         packing="pack",

@@ -9,6 +9,7 @@ import pytest
 
 from recipes.data.dataset import build_dataloader
 from recipes.data.loader import DocumentLoader
+from recipes.data.records import Row
 from recipes.data.streams import Member
 from tests.helpers.documents import NumberTokenizer, fingerprint, job, number_documents, write_jsonl
 
@@ -25,7 +26,8 @@ class Made:
     def documents(self, epoch, cursor, rank, degree):
         for i in range(cursor["document"] if cursor else rank, self.count, degree):
             length = np.random.default_rng([self.token, i]).integers(self.mean // 2, 2 * self.mean)
-            yield {"document": i + degree}, np.full(length, self.token, np.int32)
+            ids = np.full(length, self.token, np.int32)
+            yield {"document": i + degree}, Row("made", i + 1, 0, ids)
 
 
 # Lengths a hundredfold apart; 100,000 tokens are cut into 200 sequences.
@@ -40,6 +42,7 @@ def members(**more):
 
 
 def loader(sources, rank=0, degree=1, **more):
+    more = {"vocab_size": 2048, **more}
     settings = {"seq_len": SEQ_LEN, "batch_size": 1, "packing": "pack", "mask": True, **more}
     return DocumentLoader(sources, NumberTokenizer(), dp_rank=rank, dp_degree=degree, **settings)
 
@@ -74,7 +77,8 @@ def test_shares_hold_though_one_source_packs_badly():
     class TwoThirds(Made):
         def documents(self, epoch, cursor, rank, degree):
             for i in range(cursor["document"] if cursor else rank, self.count, degree):
-                yield {"document": i + degree}, np.full(340, self.token, np.int32)
+                ids = np.full(340, self.token, np.int32)
+                yield {"document": i + degree}, Row("made", i + 1, 0, ids)
 
     sources = [Member(TwoThirds(340, 10), "a"), Member(Made(10, 11), "b")]
     batches = iter(loader(sources))

@@ -18,9 +18,11 @@ from recipes.data.files import find_files
 from recipes.data.loader import DocumentLoader
 from recipes.data.readers import read_records
 from recipes.data.records import BadDocument
+from recipes.data.shards import FORMAT, MANIFEST, VERSION, write_json, write_shard
 from recipes.data.sources import FileSource
 from recipes.data.streams import Member
 from recipes.data.token_files import Vocabulary
+from recipes.data.tokens import tokenizer_identity
 from recipes.evaluation.haystack import Encoder, Haystack
 from recipes.preflight import load_config
 from tests.helpers.documents import NumberTokenizer, fingerprint, job, number_documents, write_jsonl
@@ -453,6 +455,7 @@ def test_a_mapped_file_takes_no_memory(tmp_path, format_name):
         NumberTokenizer(),
         dp_rank=0,
         dp_degree=1,
+        vocab_size=2048,
         seq_len=65536,
         batch_size=1,
         packing="pack",
@@ -471,12 +474,67 @@ def test_ids_of_another_model_are_refused_at_startup(tmp_path):
     path.write_text(json.dumps({"input_ids": [3, 2048, EOS]}) + "\n")
     args = ["--training.dataset", "local", "--training.dataset_path", str(path)]
     args += ["--training.text_column", "input_ids"]
-    with pytest.raises(ValueError, match=r"a\.jsonl, line 1: token id 2048, flavor debugmodel has"):
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 1: token id 2048, the model has 0 to 20"):
         load_config(args, world_size=1)
     path.write_text(json.dumps({"input_ids": [3, 2047, EOS]}) + "\n")
     load_config(args, world_size=1)
     with pytest.raises(ValueError, match=r'documents\.loss_on = "assistant": training reads no'):
         load_config([*args, "--documents.loss_on", "assistant"], world_size=1)
+
+
+def prepared(folder, documents):
+    """A folder of a shard with these ids, masks included."""
+    folder.mkdir()
+    write_shard(folder / "shard-00000.arrow", [np.array(ids, np.int32) for ids in documents])
+    shard = {
+        "file": "shard-00000.arrow",
+        "bytes": (folder / "shard-00000.arrow").stat().st_size,
+        "learned": sum(token >= 0 for ids in documents for token in ids),
+    }
+    tokenizer = {"path": "numbers", "sha256": tokenizer_identity(NumberTokenizer())}
+    manifest = {"format": FORMAT, "version": VERSION, "tokenizer": tokenizer, "shards": [shard]}
+    write_json(folder / MANIFEST, manifest)
+    return folder
+
+
+@pytest.mark.parametrize("wrong", [2048, ~2048, -(2**31)])
+@pytest.mark.parametrize("form", ["lines", "prepared"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ids_of_another_model_further_on_are_named(tmp_path, wrong, form, workers):
+    rows = [[3, 2047, EOS], [4, EOS], [wrong, EOS], [5, EOS]]
+    if form == "prepared":
+        path, place = prepared(tmp_path / "p", rows), "p/shard-00000.arrow, row 3"
+    else:
+        path, place = tmp_path / "a.jsonl", "a.jsonl, line 3"
+        lines = [
+            {"input_ids": [max(i, ~i) for i in r], "loss_mask": [i >= 0 for i in r]} for r in rows
+        ]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = settings_for(path, training__dataloader__num_workers=workers)
+    with pytest.raises(ValueError) as info:  # noqa: PT011
+        next(iter(build_dataloader(1, 0, NumberTokenizer(), config)))
+    most = max(wrong, ~wrong)
+    expected = f"{tmp_path}/{place}: token id {most}, the model has 0 to 2047: the file is damaged"
+    assert str(info.value).startswith(expected)
+
+
+def test_data_without_any_label_are_told_at_startup(tmp_path, caplog):
+    path = tmp_path / "a.jsonl"
+    row = json.dumps({"input_ids": [3, EOS], "labels": [-100, -100]}) + "\n"
+    path.write_text(3 * row)
+    told = r"a\.jsonl, line 1 to .*line {}: no token is learned, labels or loss_mask beside the ids"
+    with pytest.raises(ValueError, match=told.format(3)):
+        build_dataloader(1, 0, NumberTokenizer(), settings_for(path))
+    path.write_text(20 * row)
+    build_dataloader(1, 0, NumberTokenizer(), settings_for(path))
+    assert re.search(told.format(16), caplog.text)
+    caplog.clear()
+    path.write_text(15 * row + json.dumps({"input_ids": [3, EOS]}) + "\n")
+    build_dataloader(1, 0, NumberTokenizer(), settings_for(path))
+    assert not caplog.text
+    config = settings_for(prepared(tmp_path / "p", [[~3, ~EOS]]))
+    with pytest.raises(ValueError, match=r"p/manifest\.json: no token of its documents is learned"):
+        build_dataloader(1, 0, NumberTokenizer(), config)
 
 
 def test_an_evaluation_hides_its_needles_in_ids_whether_they_are_learned_or_not(tmp_path):

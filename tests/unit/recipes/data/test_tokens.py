@@ -12,8 +12,8 @@ from tokenizers.normalizers import Replace
 from tokenizers.processors import ByteLevel, Sequence, TemplateProcessing
 
 from recipes.data.dataset import SAMPLE, build_dataloader
-from recipes.data.records import BadDocument, TextFile
-from recipes.data.sources import FileSource, Row
+from recipes.data.records import BadDocument, Row, TextFile
+from recipes.data.sources import FileSource
 from recipes.data.tokens import Tokenizer, encode, tokenizer_identity
 from recipes.evaluation.evaluator import list_cases
 from recipes.evaluation.haystack import Encoder, Haystack
