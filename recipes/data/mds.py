@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 
 from recipes.data.content import BESIDE_IDS, BESIDE_MESSAGES, Content, content_of
-from recipes.data.records import BadDocument, Broken, Record, missing_column
+from recipes.data.records import ANEW, BadDocument, Record, missing_column
 
-_ANEW = "fetch or write the file anew"
 # Codes of the kinds of numbers in arrays whose encoding names none.
 _KINDS = {8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 32: "<u4", 33: "<i4", 64: "<u8", 65: "<i8"}
 
@@ -56,28 +55,21 @@ class Sample(Record):
 
 def read_mds(path: Path, column: str, skip: int) -> Iterator[Record]:
     """The samples of a shard after the first `skip`."""
-    number = skip
-    try:
-        raw = np.memmap(path, np.uint8, "r")
-        (count,) = raw[:4].view("<u4").tolist()
-        ends = raw[4 : 8 + 4 * count].view("<u4").tolist()
-        if len(ends) != count + 1 or ends[-1] != len(raw):
-            cause = f"{len(raw)} bytes are no whole shard of {count} samples"
-            raise BadDocument(str(path), cause, _ANEW)
-        about = json.loads(raw[8 + 4 * count : ends[0]].tobytes())
-        keys = ("column_names", "column_encodings", "column_sizes")
-        columns = tuple(zip(*(about[key] for key in keys), strict=True))
-        names = [name for name, _, _ in columns]
-        if column not in names:
-            raise missing_column(str(path), column, names, "")
-        for number in range(skip + 1, count + 1):
-            sample = raw[ends[number - 1] : ends[number]].tobytes()
-            yield Sample(str(path), number, ends[number], sample, columns, column)
-    except BadDocument as error:
-        yield Broken(str(path), number + 1, path.stat().st_size, error)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        broken = BadDocument(str(path), f"cannot be read as MDS ({error!r})", _ANEW)
-        yield Broken(str(path), number + 1, path.stat().st_size, broken)
+    raw = np.memmap(path, np.uint8, "r")
+    (count,) = raw[:4].view("<u4").tolist()
+    ends = raw[4 : 8 + 4 * count].view("<u4").tolist()
+    if len(ends) != count + 1 or ends[-1] != len(raw):
+        cause = f"{len(raw)} bytes are no whole shard of {count} samples"
+        raise BadDocument(str(path), cause, ANEW)
+    about = json.loads(raw[8 + 4 * count : ends[0]].tobytes())
+    keys = ("column_names", "column_encodings", "column_sizes")
+    columns = tuple(zip(*(about[key] for key in keys), strict=True))
+    names = [name for name, _, _ in columns]
+    if column not in names:
+        raise missing_column(str(path), column, names, "")
+    for number in range(skip + 1, count + 1):
+        sample = raw[ends[number - 1] : ends[number]].tobytes()
+        yield Sample(str(path), number, ends[number], sample, columns, column)
 
 
 def _decode_value(name: str, encoding: str, raw: bytes) -> Any:

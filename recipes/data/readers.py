@@ -3,8 +3,10 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow as pa
+
 from recipes.data.mds import read_mds
-from recipes.data.records import Record, TextFile, read_json_lines
+from recipes.data.records import ANEW, BadDocument, Broken, Record, TextFile, read_json_lines
 from recipes.data.tables import read_arrow, read_parquet
 from recipes.data.token_files import Vocabulary, read_joined, read_megatron
 
@@ -23,6 +25,8 @@ def read_records(
 ) -> Iterator[Record]:
     """All records of a file after the first `skip` lines, rows or documents, in order.
 
+    From the place on where it cannot be read, a file is one bad document.
+
     Args:
         path: a file whose name ends in one of SUFFIXES.
         column: JSON key or column that holds the documents; files without columns have none.
@@ -32,19 +36,31 @@ def read_records(
     if path.name.endswith(_TEXT):
         if skip == 0:
             yield TextFile(str(path), 1, path.stat().st_size)
-    elif path.name.endswith(_PARQUET):
-        yield from read_parquet(path, column, skip)
+        return
+    if path.name.endswith(_PARQUET):
+        kind, records = "Parquet", read_parquet(path, column, skip)
     elif path.name.endswith(_ARROW):
-        yield from read_arrow(path, column, skip)
+        kind, records = "Arrow", read_arrow(path, column, skip)
     elif path.name.endswith(_MDS):
-        yield from read_mds(path, column, skip)
+        kind, records = "MDS", read_mds(path, column, skip)
     elif path.name.endswith(_IDS):
+        kind, records = "token ids", read_joined(path, skip, vocabulary)
         if has_index(path):
-            yield from read_megatron(path, skip)
-        else:
-            yield from read_joined(path, skip, vocabulary)
+            records = read_megatron(path, skip)
     else:
-        yield from read_json_lines(path, column, skip)
+        kind, records = "JSON Lines", read_json_lines(path, column, skip)
+    number = skip
+    try:
+        for record in records:
+            number = record.number
+            yield record
+        return
+    except BadDocument as error:
+        broken = error
+    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        broken = BadDocument(str(path), f"cannot be read as {kind} ({reason})", ANEW)
+    yield Broken(str(path), number + 1, path.stat().st_size, broken)
 
 
 def has_index(path: Path) -> bool:

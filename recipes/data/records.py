@@ -33,6 +33,8 @@ REMEDY = (
     "writes and counts only the good ones"
 )
 
+ANEW = "fetch or write the file anew"
+
 _UNREADABLE = (OSError, EOFError, zlib.error)
 
 

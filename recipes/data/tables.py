@@ -53,12 +53,12 @@ class TableRow(Record):
 
 def read_parquet(path: Path, column: str, skip: int) -> Iterator[Record]:
     """The rows of a Parquet file after the first `skip`."""
-    return _read(path, column, skip, _parquet_pieces(path, column, skip), "Parquet")
+    return _read(path, column, skip, _parquet_pieces(path, column, skip))
 
 
 def read_arrow(path: Path, column: str, skip: int) -> Iterator[Record]:
     """The rows of an Arrow IPC file or stream after the first `skip`, mapped into memory."""
-    return _read(path, column, skip, _arrow_pieces(path, column), "Arrow")
+    return _read(path, column, skip, _arrow_pieces(path, column))
 
 
 def _parquet_pieces(path: Path, column: str, skip: int) -> Iterator[_Piece]:
@@ -111,23 +111,10 @@ def _columns(path: Path, schema: pa.Schema, column: str) -> list[str]:
     return [column, *(name for name in beside if name in schema.names)]
 
 
-def _read(
-    path: Path, column: str, skip: int, pieces: Iterator[_Piece], format_name: str
-) -> Iterator[Record]:
-    row = 0
-    try:
-        for first, batch, offset in pieces:
-            row = first
-            for index in range(max(0, skip - first), len(batch)):
-                row = first + index + 1
-                yield _record(str(path), row, offset, batch, index, column)
-    except BadDocument as error:
-        yield Broken(str(path), row + 1, path.stat().st_size, error)
-    except (OSError, pa.ArrowException) as error:
-        cause = f"cannot be read as {format_name} ({str(error).splitlines()[0]})"
-        remedy = "fetch or write the file anew"
-        broken = BadDocument(str(path), cause, remedy)
-        yield Broken(str(path), row + 1, path.stat().st_size, broken)
+def _read(path: Path, column: str, skip: int, pieces: Iterator[_Piece]) -> Iterator[Record]:
+    for first, batch, offset in pieces:
+        for index in range(max(0, skip - first), len(batch)):
+            yield _record(str(path), first + index + 1, offset, batch, index, column)
 
 
 def _record(

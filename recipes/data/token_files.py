@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from recipes.data.content import Content, content_of
-from recipes.data.records import MAX_BYTES, BadDocument, Broken, Record
+from recipes.data.records import ANEW, MAX_BYTES, BadDocument, Record
 
 # Tokens that are searched for EOS at a time.
 _CHUNK = 1 << 20
@@ -25,7 +25,6 @@ _LLM_C_HEADER = 1024
 _INDEX = struct.Struct("<9sQBQQ")
 _INDEX_MAGIC = b"MMIDIDX\x00\x00"
 _INDEX_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-_ANEW = "fetch or write the file anew"
 
 
 class Vocabulary(NamedTuple):
@@ -49,24 +48,17 @@ class IdsRecord(Record):
 
 def read_joined(path: Path, skip: int, vocabulary: Vocabulary | None) -> Iterator[Record]:
     """The documents of a file after the first `skip`; of an EOS alone there is none."""
-    number = 0
-    try:
-        if vocabulary is None or vocabulary.eos_id is None:
-            raise BadDocument(
-                str(path),
-                "documents end with EOS here, and the tokenizer has none",
-                "name eos_token in its tokenizer_config.json",
-            )
-        tokens, start = _open_joined(path, vocabulary)
-        for number, (begin, end) in enumerate(_between(tokens, vocabulary.eos_id, path), 1):
-            if number > skip and (end - begin > 1 or tokens[begin] != vocabulary.eos_id):
-                offset = start + end * tokens.itemsize
-                yield IdsRecord(str(path), number, offset, np.asarray(tokens[begin:end]))
-    except BadDocument as error:
-        yield Broken(str(path), number + 1, path.stat().st_size, error)
-    except (OSError, ValueError) as error:
-        broken = BadDocument(str(path), f"cannot be read ({error})", _ANEW)
-        yield Broken(str(path), number + 1, path.stat().st_size, broken)
+    if vocabulary is None or vocabulary.eos_id is None:
+        raise BadDocument(
+            str(path),
+            "documents end with EOS here, and the tokenizer has none",
+            "name eos_token in its tokenizer_config.json",
+        )
+    tokens, start = _open_joined(path, vocabulary)
+    for number, (begin, end) in enumerate(_between(tokens, vocabulary.eos_id, path), 1):
+        if number > skip and (end - begin > 1 or tokens[begin] != vocabulary.eos_id):
+            offset = start + end * tokens.itemsize
+            yield IdsRecord(str(path), number, offset, np.asarray(tokens[begin:end]))
 
 
 def _open_joined(path: Path, vocabulary: Vocabulary) -> tuple[np.ndarray, int]:
@@ -79,7 +71,7 @@ def _open_joined(path: Path, vocabulary: Vocabulary) -> tuple[np.ndarray, int]:
             cause = (
                 f"an array {array.shape} of {array.dtype}, one of (tokens,) integers is expected"
             )
-            raise BadDocument(str(path), cause, _ANEW)
+            raise BadDocument(str(path), cause, ANEW)
         return array, path.stat().st_size - array.nbytes
     if len(head) == _LLM_C_HEADER:
         magic, _, count = np.frombuffer(head, "<i4")[:3].tolist()
@@ -130,21 +122,14 @@ def _between(tokens: np.ndarray, eos_id: int, path: Path) -> Iterator[tuple[int,
 
 def read_megatron(path: Path, skip: int) -> Iterator[Record]:
     """The documents of a .bin file after the first `skip`, by the .idx file beside it."""
-    number = skip
-    try:
-        tokens, sizes, starts, borders = _open_megatron(path)
-        for number in range(skip + 1, len(borders)):
-            sequences = range(int(borders[number - 1]), int(borders[number]))
-            parts = [tokens[starts[i] : starts[i] + sizes[i]] for i in sequences]
-            ids = np.asarray(parts[0]) if len(parts) == 1 else np.concatenate([tokens[:0], *parts])
-            if len(ids):
-                offset = int(starts[sequences[-1]] + sizes[sequences[-1]]) * tokens.itemsize
-                yield IdsRecord(str(path), number, offset, ids)
-    except BadDocument as error:
-        yield Broken(str(path), number + 1, path.stat().st_size, error)
-    except (OSError, ValueError) as error:
-        broken = BadDocument(str(path), f"cannot be read ({error})", _ANEW)
-        yield Broken(str(path), number + 1, path.stat().st_size, broken)
+    tokens, sizes, starts, borders = _open_megatron(path)
+    for number in range(skip + 1, len(borders)):
+        sequences = range(int(borders[number - 1]), int(borders[number]))
+        parts = [tokens[starts[i] : starts[i] + sizes[i]] for i in sequences]
+        ids = np.asarray(parts[0]) if len(parts) == 1 else np.concatenate([tokens[:0], *parts])
+        if len(ids):
+            offset = int(starts[sequences[-1]] + sizes[sequences[-1]]) * tokens.itemsize
+            yield IdsRecord(str(path), number, offset, ids)
 
 
 def _open_megatron(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -152,27 +137,27 @@ def _open_megatron(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.n
     index = path.with_suffix(".idx")
     raw = np.memmap(index, np.uint8, "r")
     if len(raw) < _INDEX.size or not raw[: len(_INDEX_MAGIC)].tobytes() == _INDEX_MAGIC:
-        raise BadDocument(str(index), "no index of Megatron: it begins otherwise", _ANEW)
+        raise BadDocument(str(index), "no index of Megatron: it begins otherwise", ANEW)
     _, version, code, sequences, borders = _INDEX.unpack(raw[: _INDEX.size].tobytes())
     if version != 1 or code not in _INDEX_TYPES:
         cause = f"version {version}, type of ids {code}; allowed: version 1 and {[*_INDEX_TYPES]}"
-        raise BadDocument(str(index), cause, _ANEW)
+        raise BadDocument(str(index), cause, ANEW)
     kind = np.dtype(_INDEX_TYPES[code])
     ends = np.cumsum([_INDEX.size, 4 * sequences, 8 * sequences, 8 * borders]).tolist()
     if len(raw) < ends[-1]:
-        raise BadDocument(str(index), f"{len(raw)} bytes, {ends[-1]} are expected", _ANEW)
+        raise BadDocument(str(index), f"{len(raw)} bytes, {ends[-1]} are expected", ANEW)
     lengths = raw[ends[0] : ends[1]].view("<i4")
     places = raw[ends[1] : ends[2]].view("<i8")
     documents = raw[ends[2] : ends[3]].view("<i8")
     if borders and (
         documents[0] < 0 or documents[-1] > sequences or (np.diff(documents) < 0).any()
     ):
-        raise BadDocument(str(index), "documents of sequences that are not there", _ANEW)
+        raise BadDocument(str(index), "documents of sequences that are not there", ANEW)
     if not sequences:
         return np.empty(0, kind), lengths, places, documents
     expected = int((places + lengths.astype("<i8") * kind.itemsize).max())
     if path.stat().st_size < expected or lengths.min() < 0 or places.min() < 0:
         cause = f"{path.stat().st_size} bytes, {expected} are expected by {index.name}"
-        raise BadDocument(str(path), cause, _ANEW)
+        raise BadDocument(str(path), cause, ANEW)
     tokens = np.memmap(path, np.uint8, "r")[: path.stat().st_size // kind.itemsize * kind.itemsize]
     return tokens.view(kind), lengths, places // kind.itemsize, documents

@@ -248,7 +248,7 @@ def test_joined_documents_that_cannot_be_told_are_refused(tmp_path, monkeypatch)
     np.save(tmp_path / "a.npy", np.zeros((3, 4), np.uint16))
     assert "an array (3, 4) of uint16" in fault(tmp_path / "a.npy")
     np.save(tmp_path / "a.npy", np.array([None]))
-    assert "cannot be read (" in fault(tmp_path / "a.npy")
+    assert "cannot be read as token ids (" in fault(tmp_path / "a.npy")
 
 
 # Megatron
