@@ -19,6 +19,8 @@ BELOW_ONE = Range(lambda v: 0 <= v < 1, "at least 0 and below 1")
 SHARE = Range(lambda v: 0 <= v <= 1, "0 to 1")
 MINUS_ONE_OR_MORE = Range(lambda v: v == -1 or v >= 1, "-1 or at least 1")
 MINUS_ONE_OR_ZERO_OR_MORE = Range(lambda v: v >= -1, "-1 or at least 0")
+# One alone may be the one that is being written.
+NOT_ONE = Range(lambda v: v == 0 or v >= 2, "0 for all, or at least 2")
 SECONDS = Range(lambda v: 1 <= v <= 10**9, "1 to 1000000000")
 NOT_EMPTY = Range(lambda v: v != "", "not empty")
 
@@ -59,7 +61,6 @@ TITAN: dict[Range, tuple[str, ...]] = {
         "optimizer.weight_decay",
         "lr_scheduler.warmup_steps",
         "profiling.profiler_warmup",
-        "checkpoint.keep_latest_k",
         "comm.trace_buf_size",
         "parallelism.pipeline_parallel_first_stage_less_layers",
         "parallelism.pipeline_parallel_last_stage_less_layers",
@@ -79,6 +80,7 @@ TITAN: dict[Range, tuple[str, ...]] = {
         "parallelism.data_parallel_shard_degree",
         "validation.steps",
     ),
+    NOT_ONE: ("checkpoint.keep_latest_k",),
     MINUS_ONE_OR_ZERO_OR_MORE: ("checkpoint.load_step",),
     SECONDS: ("comm.init_timeout_seconds", "comm.train_timeout_seconds"),
     NOT_EMPTY: ("job.dump_folder", "checkpoint.initial_load_path"),

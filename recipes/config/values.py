@@ -47,10 +47,7 @@ _ONLY: dict[str, tuple[object, str]] = {
     "fault_tolerance.enable": (False, "torchtitan's trainer reads it in an experiment only"),
     "memory_estimation.enable": (False, "run scripts/plan.py on this file instead"),
     "comm.mode": ("default", "run scripts/plan.py for a dry run"),
-    "job.custom_config_module": (
-        "",
-        "add your fields to recipes/config/schema.py",
-    ),
+    "job.custom_config_module": ("", "add your fields to recipes/config/schema.py"),
     "experimental.custom_args_module": ("", "the schema is recipes/config/schema.py"),
     "model.tokenizer_path": (None, "set model.hf_assets_path instead"),
     "optimizer.early_step_in_backward": (False, "gradients could not be clipped any more"),
@@ -97,12 +94,6 @@ def get(config: object, key: str) -> Any:
     return config
 
 
-def check_values(config: StripedJobConfig) -> None:
-    """Check every key whose value can be judged without looking at another one."""
-    _check_ranges(config)
-    _check_choices(config)
-
-
 def _each(config: StripedJobConfig) -> Iterator[tuple[str, Range]]:
     """(key, range) of every value that has a range."""
     for key, mark in _RANGES:
@@ -114,7 +105,8 @@ def _each(config: StripedJobConfig) -> Iterator[tuple[str, Range]]:
             yield f"{array}.{number}.{name}", mark
 
 
-def _check_ranges(config: StripedJobConfig) -> None:
+def check_values(config: StripedJobConfig) -> None:
+    """Check every key whose value can be judged without looking at another one."""
     for key, mark in _each(config):
         value = get(config, key)
         finite = not isinstance(value, float) or math.isfinite(value)
@@ -125,16 +117,10 @@ def _check_ranges(config: StripedJobConfig) -> None:
         if not folder.name or folder.is_absolute() or ".." in folder.parts or "\0" in str(folder):
             allowed = "a relative path without .."
             raise InvalidSetting(key, str(folder), "not a folder in job.dump_folder", allowed)
-    if config.checkpoint.keep_latest_k == 1:
-        why = "the one that is kept may be the one that is being written"
-        raise InvalidSetting("checkpoint.keep_latest_k", 1, why, "0 for all, or at least 2")
-
-
-def _check_choices(config: StripedJobConfig) -> None:
-    for key, allowed in _ONE_OF.items():
+    for key, names in _ONE_OF.items():
         value = get(config, key)
-        if not set([value] if isinstance(value, str) else value) <= set(allowed):
-            raise InvalidSetting(key, value, "unknown value", choices(allowed))
+        if not set([value] if isinstance(value, str) else value) <= set(names):
+            raise InvalidSetting(key, value, "unknown value", choices(names))
     for key, (only, why) in _ONLY.items():
         value = get(config, key)
         if value != only and (value or only):

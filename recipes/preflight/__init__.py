@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 from recipes.config.load import read_config
 from recipes.config.schema import StripedJobConfig
+from recipes.preflight.checks import check_config, check_launch
 from recipes.preflight.defaults import give_way
 from recipes.preflight.mixture import check_mixture
 
@@ -24,9 +25,6 @@ def load_config(
     """
 
     def check(config: StripedJobConfig, is_set: Callable[[str], bool]) -> None:
-        # Imported late: it imports torch, and a misspelled key is found before.
-        from recipes.preflight.checks import check_config, check_launch
-
         changed = give_way(config, is_set)
         if notes is not None:
             notes.extend(changed)

@@ -28,7 +28,10 @@ def check_config(config: StripedJobConfig) -> None:
     check_values(config)
     _check_names(config)
     _check_activation_checkpoint(config)
-    _check_rope(config)
+    low, high = config.rope.low_freq_factor, config.rope.high_freq_factor
+    if low >= high:
+        allowed = f"below rope.high_freq_factor = {high}"
+        raise InvalidSetting("rope.low_freq_factor", low, "the two factors cross", allowed)
     _check_sequence(config)
     check_combinations(config)
     _check_tools(config)
@@ -50,29 +53,20 @@ def _check_activation_checkpoint(config: StripedJobConfig) -> None:
     if option != "op" and not (option.isdecimal() and option.isascii() and int(option) >= 1):
         key = "activation_checkpoint.selective_ac_option"
         raise InvalidSetting(key, option, "unknown value", '"op", or every how many blocks: "2"')
-    compiled = compiles_model(config)
-    if settings.mode == "memory_budget" and not compiled:
+    if settings.mode == "memory_budget" and not compiles_model(config):
         allowed = '"none", "full", "selective", or compile.enable = true with component "model"'
         key = "activation_checkpoint.mode"
         raise InvalidSetting(key, settings.mode, "needs a compiled model", allowed)
 
 
-def _check_rope(config: StripedJobConfig) -> None:
-    low, high = config.rope.low_freq_factor, config.rope.high_freq_factor
-    if low >= high:
-        allowed = f"below rope.high_freq_factor = {high}"
-        raise InvalidSetting("rope.low_freq_factor", low, "the two factors cross", allowed)
-
-
 def _check_sequence(config: StripedJobConfig) -> None:
-    block_size = config.striped_cp.block_size
-    balancer = config.parallelism.context_parallel_load_balancer
-    if block_size != 1 and balancer != "striped":
-        why = f"only stripes have a size, context_parallel_load_balancer is {toml(balancer)}"
-        raise InvalidSetting("striped_cp.block_size", block_size, why, "1")
     shape, parallelism = shape_of(config), config.parallelism
-    if block_size != 1 and shape.windowed:
+    balancer, why = parallelism.context_parallel_load_balancer, ""
+    if balancer != "striped":
+        why = f"only stripes have a size, context_parallel_load_balancer is {toml(balancer)}"
+    elif shape.windowed:
         why = f"flavor {toml(config.model.flavor)} has sliding windows, which need token stripes"
+    if why and (block_size := config.striped_cp.block_size) != 1:
         raise InvalidSetting("striped_cp.block_size", block_size, why, "1")
     cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
     check_heads(shape.n_kv_heads, tp)
@@ -100,9 +94,8 @@ def _check_tools(config: StripedJobConfig) -> None:
         why = "shorter than profiler_warmup + profiler_active"
         key = "profiling.profile_freq"
         raise InvalidSetting(key, profiling.profile_freq, why, f"at least {cycle}")
-    compiled = compiles_model(config)
     if config.parallelism.enable_async_tensor_parallel and not (
-        compiled and config.parallelism.tensor_parallel_degree > 1
+        compiles_model(config) and config.parallelism.tensor_parallel_degree > 1
     ):
         why = "needs tensor_parallel_degree above 1 and a compiled model"
         key = "parallelism.enable_async_tensor_parallel"
@@ -115,14 +108,23 @@ def check_launch(config: StripedJobConfig, world_size: int) -> None:
     data_parallel = config.parallelism.data_parallel_replicate_degree * shard
     training = config.training
     gradient_accumulation(training.global_batch_size, training.local_batch_size, data_parallel)
+    _check_files(config)
+    # Imported late: torch and `datasets` take long, and the planner needs none of it.
+    from recipes.checkpoint.files import check_checkpoint_files
+    from recipes.models.decoder.rope import check_sequence_length
+    from recipes.preflight.data import check_data
+    from recipes.preflight.evaluation import check_evaluation
+    from recipes.preflight.weights import check_weights
+
+    shape, theta = shape_of(config), family_of(config).theta
     try:
-        _check_files(config)
-        _check_weights(config)  # may take the RoPE settings from the weights
-        _check_model(config)
+        check_weights(config)  # may take the RoPE settings from the weights
+        check_sequence_length(config.rope, shape.head_dim, theta, training.seq_len)
         check_combinations_at_launch(config, shard)
-        _check_checkpoint(config)
-        _check_data(config, data_parallel)
-        _check_evaluation(config)
+        check_checkpoint_files(config)
+        check_data(config, data_parallel)
+        if config.evaluation.enable:
+            check_evaluation(config)
         check_host_memory(config)
         check_host(config)
     except InvalidSetting:
@@ -132,14 +134,6 @@ def check_launch(config: StripedJobConfig, world_size: int) -> None:
     if config.checkpoint.create_seed_checkpoint and world_size != 1:
         why = f"a seed checkpoint is made by one rank, WORLD_SIZE is {world_size}"
         raise InvalidSetting("checkpoint.create_seed_checkpoint", True, why, "false")
-
-
-def _check_model(config: StripedJobConfig) -> None:
-    # Imported late: it imports torch.
-    from recipes.models.decoder.rope import check_sequence_length
-
-    shape, theta = shape_of(config), family_of(config).theta
-    check_sequence_length(config.rope, shape.head_dim, theta, config.training.seq_len)
 
 
 def _check_files(config: StripedJobConfig) -> None:
@@ -159,32 +153,3 @@ def _check_files(config: StripedJobConfig) -> None:
     if load_path and "://" not in load_path and not os.path.isdir(load_path):
         allowed = "the folder of one step of a checkpoint"
         raise InvalidSetting("checkpoint.initial_load_path", load_path, "no such folder", allowed)
-
-
-def _check_weights(config: StripedJobConfig) -> None:
-    # Imported late: it builds the model to know the shapes of its weights.
-    from recipes.preflight.weights import check_weights
-
-    check_weights(config)
-
-
-def _check_checkpoint(config: StripedJobConfig) -> None:
-    # Imported late: it imports torch.
-    from recipes.checkpoint.files import check_checkpoint_files
-
-    check_checkpoint_files(config)
-
-
-def _check_evaluation(config: StripedJobConfig) -> None:
-    if config.evaluation.enable:
-        # Imported late: few runs have one.
-        from recipes.preflight.evaluation import check_evaluation
-
-        check_evaluation(config)
-
-
-def _check_data(config: StripedJobConfig, data_parallel: int) -> None:
-    # Imported late: `datasets` takes long to import, and the planner needs none of it.
-    from recipes.preflight.data import check_data
-
-    check_data(config, data_parallel)

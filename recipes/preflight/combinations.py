@@ -20,7 +20,7 @@ from recipes.parallel.degrees import (
     stages_a_rank,
 )
 
-_ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
+ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
 _FLOAT8 = "quantize.linear.float8"
 
 
@@ -74,7 +74,7 @@ def _check_validation_of_pipeline(config: StripedJobConfig) -> None:
 def _check_zero_bubble(config: StripedJobConfig) -> None:
     """These schedules go backward through a stage twice: for its input, then for its weights."""
     schedule = config.parallelism.pipeline_parallel_schedule
-    if schedule not in _ZERO_BUBBLE:
+    if schedule not in ZERO_BUBBLE:
         return
     for key, off in (
         ("activation_checkpoint.mode", "none"),

@@ -6,8 +6,7 @@ from typing import Any
 from recipes.config.schema import StripedJobConfig
 from recipes.config.types import toml
 from recipes.config.values import get
-
-_ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
+from recipes.preflight.combinations import ZERO_BUBBLE
 
 
 def give_way(config: StripedJobConfig, is_set: Callable[[str], bool]) -> list[str]:
@@ -38,16 +37,12 @@ def _conflicts(config: StripedJobConfig) -> list[tuple[str, Any, str]]:
     if parallelism.disable_loss_parallel and parallelism.tensor_parallel_degree > 1:
         why = "parallelism.disable_loss_parallel = true keeps the logits whole"
         conflicts.append(("memory.loss_chunk_tokens", 0, why))
-    if (
-        parallelism.pipeline_parallel_degree > 1
-        and parallelism.pipeline_parallel_schedule in _ZERO_BUBBLE
-    ):
-        why = f"schedule {parallelism.pipeline_parallel_schedule} goes backward twice"
+    schedule = parallelism.pipeline_parallel_schedule
+    if parallelism.pipeline_parallel_degree > 1 and schedule in ZERO_BUBBLE:
+        why = f"schedule {schedule} goes backward twice"
         conflicts.append(("activation_checkpoint.mode", "none", why))
-    shard, replicate = (
-        parallelism.data_parallel_shard_degree,
-        parallelism.data_parallel_replicate_degree,
-    )
+    shard = parallelism.data_parallel_shard_degree
+    replicate = parallelism.data_parallel_replicate_degree
     split = parallelism.tensor_parallel_degree * parallelism.pipeline_parallel_degree > 1
     if split and shard == replicate == parallelism.context_parallel_degree == 1:
         why = "FSDP casts parameters, and nothing is sharded"
