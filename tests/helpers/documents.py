@@ -2,11 +2,17 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from recipes.config.schema import StripedJobConfig
 from recipes.config.values import get
+from recipes.data.shards import FORMAT, MANIFEST, VERSION, write_json, write_shard
+from recipes.data.targets import are_targets
+from recipes.data.tokens import tokenizer_identity
 
 BOS, EOS = 1, 2
 
@@ -41,6 +47,22 @@ def number_documents(lengths: list[int]) -> list[str]:
 def write_jsonl(path: Path, texts: list[str], column: str = "text") -> Path:
     path.write_text("".join(json.dumps({column: text}) + "\n" for text in texts))
     return path
+
+
+def write_prepared(folder: Path, tokenizer: Any, *shards: Sequence[Any]) -> Path:
+    """A finished folder with the documents of each shard, as prepare_documents.py writes it."""
+    folder.mkdir(exist_ok=True)
+    entries = []
+    for number, documents in enumerate(shards):
+        path = folder / f"shard-{number:05d}.arrow"
+        arrays = [np.asarray(ids, np.int32) for ids in documents]
+        write_shard(path, arrays)
+        learned = sum(int(are_targets(ids).sum()) for ids in arrays)
+        entries.append({"file": path.name, "bytes": path.stat().st_size, "learned": learned})
+    identity = {"path": "elsewhere", "sha256": tokenizer_identity(tokenizer)}
+    manifest = {"format": FORMAT, "version": VERSION, "tokenizer": identity, "shards": entries}
+    write_json(folder / MANIFEST, manifest)
+    return folder
 
 
 def job(**settings: Any) -> StripedJobConfig:

@@ -8,10 +8,17 @@ from datasets import load_dataset
 from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataset
 
 from recipes.data.dataset import build_dataloader
-from recipes.data.shards import MANIFEST, ShardFolder, write_json, write_shard
-from recipes.data.tokens import encode, tokenizer_identity
+from recipes.data.shards import MANIFEST, ShardFolder
+from recipes.data.tokens import encode
 from recipes.preflight import load_config
-from tests.helpers.documents import NumberTokenizer, fingerprint, job, number_documents, write_jsonl
+from tests.helpers.documents import (
+    NumberTokenizer,
+    fingerprint,
+    job,
+    number_documents,
+    write_jsonl,
+    write_prepared,
+)
 
 LENGTHS = [30, 5, 12, 90, 7, 7, 41, 16, 3, 25, 64, 10]
 
@@ -116,22 +123,7 @@ def prepared(tmp_path):
     tokens = [
         encode_text(tokenizer, text) for text in number_documents([4, 9, 5, 30, 3, 12, 7, 20])
     ]
-    folder = tmp_path / "prepared"
-    folder.mkdir()
-    shards = []
-    for name, part in (("shard-00000.arrow", tokens[:3]), ("shard-00001.arrow", tokens[3:])):
-        write_shard(folder / name, part)
-        shards.append({"file": name, "bytes": (folder / name).stat().st_size})
-    write_json(
-        folder / MANIFEST,
-        {
-            "format": "striped-cp tokenized documents",
-            "version": 1,
-            "tokenizer": {"path": "numbers", "sha256": tokenizer_identity(tokenizer)},
-            "shards": shards,
-        },
-    )
-    return folder, tokens
+    return write_prepared(tmp_path / "prepared", tokenizer, tokens[:3], tokens[3:]), tokens
 
 
 def encode_text(tokenizer, text):
@@ -185,7 +177,7 @@ def test_a_shuffled_epoch_has_every_document_once_and_resumes(prepared):
 def test_a_tokenizer_that_does_not_fit_is_refused(prepared, monkeypatch):
     folder, _ = prepared
     monkeypatch.setattr(NumberTokenizer, "eos_id", 3)
-    with pytest.raises(ValueError, match=r"was prepared with the tokenizer numbers .* another one"):
+    with pytest.raises(ValueError, match="was prepared with the tokenizer elsewhere"):
         prepared_loader(folder)
 
 
@@ -211,10 +203,6 @@ def test_a_damaged_folder_is_refused(prepared):
             'training.dataset = "smaple": unknown dataset; allowed: ',
         ),
         (["--training.dataset", "local"], 'training.dataset_path = null: dataset is "local"'),
-        (
-            ["--training.dataset", "local", "--training.dataset_path", "no/*.txt"],
-            'training.dataset_path = "no/*.txt": no/*.txt: no such file; allowed: a file, a folder',
-        ),
         (["--training.dataset_path", "x"], "dataset is 'sample', which has no path"),
         (["--training.text_column", "body"], 'training.text_column = "body": dataset'),
         (["--training.dataset_split", "x"], 'training.dataset_split = "x": dataset is'),

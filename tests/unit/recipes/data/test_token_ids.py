@@ -18,14 +18,19 @@ from recipes.data.files import find_files
 from recipes.data.loader import DocumentLoader
 from recipes.data.readers import read_records
 from recipes.data.records import BadDocument
-from recipes.data.shards import FORMAT, MANIFEST, VERSION, write_json, write_shard
 from recipes.data.sources import FileSource
 from recipes.data.streams import Member
 from recipes.data.token_files import Vocabulary
-from recipes.data.tokens import tokenizer_identity
 from recipes.evaluation.haystack import Encoder, Haystack
 from recipes.preflight import load_config
-from tests.helpers.documents import NumberTokenizer, fingerprint, job, number_documents, write_jsonl
+from tests.helpers.documents import (
+    NumberTokenizer,
+    fingerprint,
+    job,
+    number_documents,
+    write_jsonl,
+    write_prepared,
+)
 
 EOS = 2
 VOCABULARY = Vocabulary(size=100_000, eos_id=EOS)
@@ -482,28 +487,16 @@ def test_ids_of_another_model_are_refused_at_startup(tmp_path):
         load_config([*args, "--documents.loss_on", "assistant"], world_size=1)
 
 
-def prepared(folder, documents):
-    """A folder of a shard with these ids, masks included."""
-    folder.mkdir()
-    write_shard(folder / "shard-00000.arrow", [np.array(ids, np.int32) for ids in documents])
-    shard = {
-        "file": "shard-00000.arrow",
-        "bytes": (folder / "shard-00000.arrow").stat().st_size,
-        "learned": sum(token >= 0 for ids in documents for token in ids),
-    }
-    tokenizer = {"path": "numbers", "sha256": tokenizer_identity(NumberTokenizer())}
-    manifest = {"format": FORMAT, "version": VERSION, "tokenizer": tokenizer, "shards": [shard]}
-    write_json(folder / MANIFEST, manifest)
-    return folder
-
-
 @pytest.mark.parametrize("wrong", [2048, ~2048, -(2**31)])
 @pytest.mark.parametrize("form", ["lines", "prepared"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_ids_of_another_model_further_on_are_named(tmp_path, wrong, form, workers):
     rows = [[3, 2047, EOS], [4, EOS], [wrong, EOS], [5, EOS]]
     if form == "prepared":
-        path, place = prepared(tmp_path / "p", rows), "p/shard-00000.arrow, row 3"
+        path, place = (
+            write_prepared(tmp_path / "p", NumberTokenizer(), rows),
+            "p/shard-00000.arrow, row 3",
+        )
     else:
         path, place = tmp_path / "a.jsonl", "a.jsonl, line 3"
         lines = [
@@ -532,7 +525,7 @@ def test_data_without_any_label_are_told_at_startup(tmp_path, caplog):
     path.write_text(15 * row + json.dumps({"input_ids": [3, EOS]}) + "\n")
     build_dataloader(1, 0, NumberTokenizer(), settings_for(path))
     assert not caplog.text
-    config = settings_for(prepared(tmp_path / "p", [[~3, ~EOS]]))
+    config = settings_for(write_prepared(tmp_path / "p", NumberTokenizer(), [[~3, ~EOS]]))
     with pytest.raises(ValueError, match=r"p/manifest\.json: no token of its documents is learned"):
         build_dataloader(1, 0, NumberTokenizer(), config)
 

@@ -5,13 +5,12 @@ from pathlib import Path
 import pytest
 
 from recipes.config.mixture import mixture_names
-from recipes.data.shards import FORMAT, MANIFEST, VERSION, write_json, write_shard
-from recipes.data.tokens import Tokenizer, tokenizer_identity
+from recipes.data.tokens import Tokenizer
 from recipes.parallel.agreement import settings_and_code
 from recipes.planner.report import toml_text
 from recipes.preflight import load_config
 from tests import ROOT
-from tests.helpers.documents import write_jsonl
+from tests.helpers.documents import write_jsonl, write_prepared
 
 CPU = (ROOT / "train_configs/debug_cpu.toml").read_text().replace('dataset = "sample"\n', "", 1)
 TWO = '[[training.mixture]]\n{}\n[[training.mixture]]\nname = "second"\n{}\n'
@@ -117,18 +116,8 @@ def test_the_command_line_has_no_mixture(tmp_path: Path, args: list[str], expect
 @pytest.fixture
 def prepared(tmp_path: Path) -> Path:
     """Documents of 5, 6 and 7 tokens."""
-    import numpy as np
-
-    folder = tmp_path / "prepared"
-    folder.mkdir()
-    shard = folder / "shard-00000.arrow"
-    write_shard(shard, [np.arange(n, dtype=np.int32) for n in (5, 6, 7)])
-    entry = {"file": shard.name, "bytes": shard.stat().st_size, "documents": 3, "tokens": 18}
-    identity = tokenizer_identity(Tokenizer(str(ROOT / "assets/tokenizer")))
-    tokenizer = {"path": "assets/tokenizer", "sha256": identity}
-    manifest = {"format": FORMAT, "version": VERSION, "tokenizer": tokenizer, "shards": [entry]}
-    write_json(folder / MANIFEST, manifest)
-    return folder
+    tokenizer = Tokenizer(str(ROOT / "assets/tokenizer"))
+    return write_prepared(tmp_path / "prepared", tokenizer, [range(5), range(6), range(7)])
 
 
 def test_every_source_is_looked_into(tmp_path: Path, prepared: Path, monkeypatch) -> None:
