@@ -49,6 +49,7 @@ _ONLY: dict[str, tuple[object, str]] = {
     "comm.mode": ("default", "run scripts/plan.py for a dry run"),
     "job.custom_config_module": ("", "add your fields to recipes/config/schema.py"),
     "experimental.custom_args_module": ("", "the schema is recipes/config/schema.py"),
+    "checkpoint.initial_load_in_hf_quantized": (False, "weights are loaded in floating point"),
     "model.tokenizer_path": (None, "set model.hf_assets_path instead"),
     "optimizer.early_step_in_backward": (False, "gradients could not be clipped any more"),
     "training.dataloader.persistent_workers": (False, "the workers are threads"),

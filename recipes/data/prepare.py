@@ -85,7 +85,10 @@ def prepare(
         ValueError: the folder is in use, there is no document, or no conversation to which a
             loss on turns applies.
     """
-    tokenizer = load_tokenizer(settings.tokenizer_path)
+    try:
+        tokenizer = Tokenizer(settings.tokenizer_path)
+    except Exception as error:  # the library raises what its Rust core says, of no kind
+        raise ValueError(f"--tokenizer {settings.tokenizer_path}: {error}") from None
     tokenizer.warn_without_eos()
     wanted = {
         "files": files_identity(settings.files, settings.text_column),
@@ -138,14 +141,6 @@ def clear(output: Path) -> None:
             path.unlink()
 
 
-def load_tokenizer(path: str) -> Any:
-    """torchtitan's tokenizer, the one that training uses."""
-    try:
-        return Tokenizer(path)
-    except Exception as error:  # the library raises what its Rust core says, of no kind
-        raise ValueError(f"--tokenizer {path}: {error}") from None
-
-
 def _has_conversations(settings: Settings, tokenizer: Any) -> bool:
     """Whether the first good document is a conversation."""
     for chunk in _chunks(settings, vocabulary_of(tokenizer), 0, 0):
@@ -165,7 +160,7 @@ def _open(output: Path, wanted: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"--output {output}: is finished; --overwrite prepares it anew")
     if (output / PROGRESS).exists():
         state = read_json(output / PROGRESS)
-        if not _is_progress(state):
+        if not state.keys() >= {"settings", "after", "bad_documents", "shards"}:
             raise ValueError(f"{output / PROGRESS}: damaged; --overwrite prepares it anew")
         changed = [key for key in wanted if state["settings"].get(key) != wanted[key]]
         if changed:
@@ -181,17 +176,6 @@ def _open(output: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     state = {"settings": wanted, "after": [0, 0], "bad_documents": 0, "shards": []}
     write_json(output / PROGRESS, state)
     return state
-
-
-def _is_progress(state: dict[str, Any]) -> bool:
-    after = state.get("after")
-    return (
-        isinstance(state.get("settings"), dict)
-        and isinstance(state.get("shards"), list)
-        and type(state.get("bad_documents")) is int
-        and isinstance(after, list)
-        and [type(number) for number in after] == [int, int]
-    )
 
 
 def _add_shard(
@@ -218,10 +202,7 @@ def _finish(output: Path, state: dict[str, Any], settings: Settings) -> dict[str
     manifest = {
         "format": FORMAT,
         "version": VERSION,
-        "tokenizer": {
-            "path": settings.tokenizer_path,
-            "sha256": state["settings"]["tokenizer"],
-        },
+        "tokenizer": {"path": settings.tokenizer_path, "sha256": state["settings"]["tokenizer"]},
         "documents": sum(shard["documents"] for shard in shards),
         "tokens": sum(shard["tokens"] for shard in shards),
         "longest": max(shard["longest"] for shard in shards),
@@ -260,7 +241,7 @@ _loss_on = "all"
 def _start_worker(tokenizer_path: str, loss_on: str) -> None:
     global _tokenizer, _loss_on
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per core is parallel enough
-    _tokenizer = load_tokenizer(tokenizer_path)
+    _tokenizer = Tokenizer(tokenizer_path)
     _loss_on = loss_on
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
@@ -274,11 +255,11 @@ def _end_with_parent() -> None:
 
 
 def _encode_chunk(chunk: Chunk) -> list[Result]:
-    return [(place, record.offset, _encode(record)) for place, record in chunk]
-
-
-def _encode(record: Record) -> np.ndarray | BadDocument:
-    try:
-        return encode(_tokenizer, record, _loss_on)
-    except BadDocument as error:
-        return error
+    results: list[Result] = []
+    for place, record in chunk:
+        try:
+            result: np.ndarray | BadDocument = encode(_tokenizer, record, _loss_on)
+        except BadDocument as error:
+            result = error
+        results.append((place, record.offset, result))
+    return results

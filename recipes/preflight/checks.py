@@ -143,7 +143,10 @@ def _check_files(config: StripedJobConfig) -> None:
         where = "" if os.path.isabs(path) else f" in {os.getcwd()}"
         raise InvalidSetting("model.hf_assets_path", path, f"no such folder{where}", allowed)
     checkpoint = config.checkpoint
-    unset = {"initial_load_path": None, "create_seed_checkpoint": False, "load_step": -1}
+    unset = {
+        **{"initial_load_path": None, "create_seed_checkpoint": False, "load_step": -1},
+        **{"initial_load_in_hf": False, "last_save_in_hf": False},
+    }
     for name, default in unset.items():
         value = getattr(checkpoint, name)
         if value != default and not checkpoint.enable:

@@ -33,18 +33,13 @@ def check_data(config: Any, dp_degree: int) -> None:
         InvalidSetting: an unknown dataset, files that are not there, or options that do not apply.
         ValueError: documents, a prepared folder or a checkpoint that do not fit the run.
     """
-    _check_section(config, "training", dp_degree)
-    for section in ("validation", "evaluation"):
-        if getattr(config, section).enable:
-            _check_section(config, section, 1)
+    for section, ranks in (("training", dp_degree), ("validation", 1), ("evaluation", 1)):
+        if section == "training" or getattr(config, section).enable:
+            keys = sources_of(config, section)
+            for key in keys:
+                _check_settings(config, key)
+            _check_documents(config, section, keys, ranks)
     check_checkpoint_position(config, dp_degree)
-
-
-def _check_section(config: Any, section: str, dp_degree: int) -> None:
-    keys = sources_of(config, section)
-    for key in keys:
-        _check_settings(config, key)
-    _check_documents(config, section, keys, dp_degree)
 
 
 def _check_settings(config: Any, section: str) -> None:

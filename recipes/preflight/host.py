@@ -47,7 +47,7 @@ def check_host(config: StripedJobConfig) -> None:
             if is_cpu_host():
                 raise InvalidSetting(key, value, f"{why}, this host has none", allowed)
     if uses_ring(config):
-        kernel_of(config)
+        _check_kernel(config)
     dump_folder = config.job.dump_folder
     existing = _check_writable("job.dump_folder", dump_folder, Path(dump_folder))
     saves = config.checkpoint.enable and not config.checkpoint.load_only
@@ -87,17 +87,13 @@ def _check_writable(key: str, value: str, folder: Path) -> Path:
 
 
 def _check_room(config: StripedJobConfig, folder: Path) -> None:
-    needed, free = checkpoint_bytes(config), shutil.disk_usage(folder).free
+    # Weights and Adam's two moments in training.dtype.
+    per_value = 2 if config.training.dtype == "bfloat16" else 4
+    needed, free = 3 * per_value * shape_of(config).parameters, shutil.disk_usage(folder).free
     if free < needed:
         why = f"a checkpoint takes {needed / _GB:.3g} GB, {folder} has {free / _GB:.3g} GB of room"
         allowed = "a folder with room, or checkpoint.enable = false"
         raise InvalidSetting("job.dump_folder", config.job.dump_folder, why, allowed)
-
-
-def checkpoint_bytes(config: StripedJobConfig) -> int:
-    """Bytes of a full checkpoint: weights and Adam's two moments in training.dtype."""
-    per_value = 2 if config.training.dtype == "bfloat16" else 4
-    return 3 * per_value * shape_of(config).parameters
 
 
 def uses_ring(config: StripedJobConfig) -> bool:
@@ -122,20 +118,15 @@ def kernel_request(config: StripedJobConfig) -> Request:
     )
 
 
-def kernel_of(config: StripedJobConfig) -> str:
-    """Name of the kernel that would serve the run on this host, without measuring.
-
-    Raises:
-        InvalidSetting: the one that striped_cp.kernel names cannot serve here.
-    """
+def _check_kernel(config: StripedJobConfig) -> None:
+    """Check, without measuring, that a kernel can serve the run on this host."""
     # Imported late: it imports torch.
     from striped_cp.kernels import choose_kernel
 
     try:
-        return choose_kernel(config.striped_cp.kernel, kernel_request(config)).name
+        choose_kernel(config.striped_cp.kernel, kernel_request(config))
     except ValueError as error:
-        why, _, able = str(error).partition("; ")
+        why, _, able = str(error).partition(": ")[2].partition("; ")
         name = config.striped_cp.kernel
-        why = why.partition(": ")[2]
         allowed = able if name == "auto" else f'"auto", {able}'
         raise InvalidSetting("striped_cp.kernel", name, why, allowed) from None

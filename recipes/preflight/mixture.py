@@ -35,16 +35,14 @@ def check_mixture(config: StripedJobConfig, is_set: Callable[[str], bool]) -> No
         raise InvalidSetting(key, "stop", why, '"repeat" for at least one')
     names = mixture_names(config)
     for number, key in enumerate(sources_of(config, "training")):
-        _check_name(f"{key}.name", names[number], names[:number])
+        name, before = names[number], names[:number]
+        if not re.fullmatch(r"[\w.-]+", name):
+            allowed = "letters, digits, _, - and ."
+            raise InvalidSetting(f"{key}.name", name, "names a metric", allowed)
+        if name in before:
+            why = f"training.mixture.{before.index(name) + 1} has the same name"
+            raise InvalidSetting(f"{key}.name", name, why, "a name of its own")
         _check_lengths(key, get(config, key), training.seq_len)
-
-
-def _check_name(key: str, name: str, before: list[str]) -> None:
-    if not re.fullmatch(r"[\w.-]+", name):
-        raise InvalidSetting(key, name, "names a metric", "letters, digits, _, - and .")
-    if name in before:
-        other = f"training.mixture.{before.index(name) + 1}"
-        raise InvalidSetting(key, name, f"{other} has the same name", "a name of its own")
 
 
 def _check_lengths(key: str, entry: MixtureSource, seq_len: int) -> None:

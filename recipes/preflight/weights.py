@@ -73,20 +73,6 @@ def loads_hf(config: StripedJobConfig) -> bool:
 def _check_settings(config: StripedJobConfig) -> None:
     """What torchtitan 0.2.2 asserts late, only warns of, or ignores."""
     checkpoint = config.checkpoint
-    needs = {
-        "initial_load_in_hf": ("enable", True),
-        "last_save_in_hf": ("enable", True),
-        "initial_load_in_hf_quantized": ("initial_load_in_hf", None),
-    }
-    for name, (other, value) in needs.items():
-        if not getattr(checkpoint, name):
-            continue
-        if value is None:
-            why = "weights are loaded in floating point"
-            raise InvalidSetting(f"checkpoint.{name}", True, why, "false")
-        if getattr(checkpoint, other) != value:
-            why = f"has no effect while checkpoint.{other} is false"
-            raise InvalidSetting(f"checkpoint.{name}", True, why, f"set checkpoint.{other} = true")
     for name, other in (
         ("initial_load_in_hf", "initial_load_model_only"),
         ("last_save_in_hf", "last_save_model_only"),
@@ -94,10 +80,10 @@ def _check_settings(config: StripedJobConfig) -> None:
         if getattr(checkpoint, name) and not getattr(checkpoint, other):
             why = f"a Hugging Face folder holds weights only, and checkpoint.{name} is true"
             raise InvalidSetting(f"checkpoint.{other}", False, why, "true")
-    if checkpoint.last_save_in_hf and checkpoint.load_only:
-        why = "nothing is saved while checkpoint.load_only is true"
-        raise InvalidSetting("checkpoint.last_save_in_hf", True, why, "false")
     if checkpoint.last_save_in_hf:
+        if checkpoint.load_only:
+            why = "nothing is saved while checkpoint.load_only is true"
+            raise InvalidSetting("checkpoint.last_save_in_hf", True, why, "false")
         model_fields(family_of(config), shape_of(config))  # refuses what config.json cannot say
     _check_resume(config)
 

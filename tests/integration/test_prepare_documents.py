@@ -14,7 +14,7 @@ import pytest
 
 from recipes.data.dataset import build_dataloader
 from recipes.data.files import find_files
-from recipes.data.prepare import Settings, clear, load_tokenizer
+from recipes.data.prepare import Settings, clear
 from recipes.data.prepare import prepare as prepare_folder
 from recipes.data.readers import read_records
 from recipes.data.records import BadDocument
@@ -164,7 +164,7 @@ def test_a_folder_in_use_is_left_alone(tmp_path):
 def test_a_corrupt_tokenizer_is_named(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match=f"^--tokenizer {tmp_path}: "):
-        load_tokenizer(str(tmp_path))
+        prepare_folder(Settings([], "text", str(tmp_path), 100, False), tmp_path, 1, print)
 
 
 def chats(path, count):
