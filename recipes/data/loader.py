@@ -96,10 +96,10 @@ class DocumentLoader(BaseDataLoader):
         self.prefetch_factor = prefetch_factor
         documents = [
             Documents(
-                member,
-                tokenizer,
-                dp_rank,
-                dp_degree,
+                member=member,
+                tokenizer=tokenizer,
+                rank=dp_rank,
+                degree=dp_degree,
                 seq_len=seq_len,
                 vocab_size=vocab_size,
                 loss_on=loss_on,

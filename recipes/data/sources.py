@@ -7,6 +7,7 @@ of one context- or tensor-parallel group read the same, others read different do
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -113,6 +114,7 @@ class PreparedSource:
             yield {"document": index + degree}, self.shards[int(order[index])]
 
 
+@dataclass
 class HubSource:
     """A dataset opened by `datasets`, streaming or not.
 
@@ -127,27 +129,24 @@ class HubSource:
             ValueError says what is wrong with it.
     """
 
-    def __init__(
-        self, name: str, identity: str, dataset: Any, read: Callable[[dict[str, Any]], Content]
-    ) -> None:
-        self.name = name
-        self.identity = identity
-        self._dataset = dataset
-        self._read = read
+    name: str
+    identity: str
+    dataset: Any
+    read: Callable[[dict[str, Any]], Content]
 
     def documents(
         self, epoch: int, cursor: Cursor | None, rank: int, degree: int
     ) -> Iterator[tuple[Cursor, Record]]:
         done = cursor["row"] if cursor else 0
-        if streaming := isinstance(self._dataset, datasets.IterableDataset):
+        if streaming := isinstance(self.dataset, datasets.IterableDataset):
             # A new object for each pass: one moved to a saved place begins there ever after.
-            part = split_dataset_by_node(self._dataset, rank, degree)
+            part = split_dataset_by_node(self.dataset, rank, degree)
             part.set_epoch(epoch)
             if cursor:
                 part.load_state_dict(cursor["state"])
             rows = part
         else:
-            part = split_dataset_by_node(self._dataset, rank, degree)
+            part = split_dataset_by_node(self.dataset, rank, degree)
             rows = part.skip(min(done, len(part)))
         warned = False
         for number, row in enumerate(rows, done + 1):
@@ -163,7 +162,7 @@ class HubSource:
 
     def _content(self, row: dict[str, Any], number: int) -> Content:
         try:
-            return self._read(row)
+            return self.read(row)
         except KeyError as error:
             cause = f"column {error} is missing (found: {', '.join(row)})"
         except ValueError as error:

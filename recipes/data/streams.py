@@ -8,7 +8,7 @@ reads ahead knows where the consumer stands.
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -54,6 +54,7 @@ class Stream(Protocol):
         """The items after `state`, each with the state after it."""
 
 
+@dataclass(kw_only=True)
 class Documents:
     """The documents of one source that one data-parallel rank reads, as token ids.
 
@@ -70,31 +71,17 @@ class Documents:
         prefetch_factor: documents in flight per worker.
     """
 
-    def __init__(
-        self,
-        member: Member,
-        tokenizer: Any,
-        rank: int,
-        degree: int,
-        *,
-        seq_len: int,
-        vocab_size: int,
-        loss_on: str = "all",
-        too_long: str = "cut",
-        num_workers: int = 0,
-        prefetch_factor: int = 2,
-    ) -> None:
-        self.member = member
-        self.tokenizer = tokenizer
-        self.rank = rank
-        self.degree = degree
-        self.seq_len = seq_len
-        self.vocab_size = vocab_size
-        self.loss_on = loss_on
-        self.too_long = too_long
-        self.num_workers = num_workers
-        self.prefetch_factor = prefetch_factor
-        self._long_documents = 0
+    member: Member
+    tokenizer: Any
+    rank: int
+    degree: int
+    seq_len: int
+    vocab_size: int
+    loss_on: str
+    too_long: str
+    num_workers: int
+    prefetch_factor: int
+    _long_documents: int = field(default=0, init=False)
 
     def start(self) -> Position:
         return Position()
@@ -160,6 +147,7 @@ class Documents:
             epoch, start = epoch + 1, None
 
 
+@dataclass
 class Packing:
     """Sequences packed from a stream of documents.
 
@@ -168,10 +156,9 @@ class Packing:
         seq_len: tokens per sequence.
     """
 
-    def __init__(self, documents: Stream, packing: str, seq_len: int) -> None:
-        self.documents = documents
-        self.packing = packing
-        self.seq_len = seq_len
+    documents: Stream
+    packing: str
+    seq_len: int
 
     def start(self) -> Packs:
         return Packs(self.documents.start(), [])
@@ -197,6 +184,7 @@ class Packing:
                 packer.add(Pending(tokens, place.epoch))
 
 
+@dataclass
 class Drawing:
     """Items of several streams, so that each gives its share of the tokens at any time.
 
@@ -209,19 +197,11 @@ class Drawing:
             ranks that all began with the same stream would be off in step, and together by many.
     """
 
-    def __init__(
-        self,
-        streams: Sequence[Stream],
-        weights: Sequence[float],
-        size: Callable[[Any], int],
-        ahead: int,
-        seq_len: int,
-    ) -> None:
-        self.streams = streams
-        self.weights = weights
-        self.size = size
-        self.ahead = ahead
-        self.seq_len = seq_len
+    streams: Sequence[Stream]
+    weights: Sequence[float]
+    size: Callable[[Any], int]
+    ahead: int
+    seq_len: int
 
     def start(self) -> Shares:
         owed = [0.0] * len(self.streams)
