@@ -217,6 +217,19 @@ def test_device_clock_reads_events_when_the_step_is_over(monkeypatch):
     assert clock.seconds() == {"attention": 0.02, "wait": 0.01}
 
 
+@pytest.mark.parametrize("validation", [False, True])
+@pytest.mark.parametrize("ring", [False, True])
+def test_no_chart_is_empty_or_of_what_a_run_does_not_have(validation, ring):
+    charts = {
+        f"{group}/{chart}": patterns
+        for group, of_group in custom_scalars(validation, ring).items()
+        for chart, (_, patterns) in of_group.items()
+    }
+    assert all(charts.values())
+    shown = " ".join(pattern for patterns in charts.values() for pattern in patterns)
+    assert ("validation" in shown, "ring/" in shown) == (validation, ring)
+
+
 def test_charts_name_tags_as_tensorboard_reads_and_draws_them():
     kind, patterns = custom_scalars(validation=True, ring=True)["Speed"]["MFU"]
     assert kind == "Multiline"
