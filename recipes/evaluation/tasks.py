@@ -48,18 +48,15 @@ _LEAST_HAY = 16
 class Sample:
     """
     Attributes:
-        depth: of the needle, 0 the beginning, 1 the end; None where there is no one place.
         tokens: int64 (length,).
         answer: int64 (n,): places of the tokens that count.
     """
 
-    task: str
-    length: int
-    depth: float | None
     tokens: np.ndarray
     answer: np.ndarray
 
 
+# Length in tokens; depth of the needle, 0 the beginning, 1 the end.
 Task = Callable[[Encoder, Haystack, np.random.Generator, int, float], Sample]
 
 
@@ -68,7 +65,7 @@ def passkey(
 ) -> Sample:
     value = _number(dice, 5)
     needle = encode(_PASSKEY_NEEDLE.format(value=value))
-    return _assemble(encode, "passkey", length, depth, _PASSKEY, [(depth, needle)], f" {value}")
+    return _assemble(encode, "passkey", length, _PASSKEY, [(depth, needle)], f" {value}")
 
 
 def needle(
@@ -98,7 +95,7 @@ def multivalue(
     answer = f" {', '.join(values[:-1])}, and {values[-1]}"
     frame = _MANY[0], _MANY[1].format(key=key)
     text = hay.take(int(dice.integers(len(hay.tokens))), length)
-    return _assemble(encode, "multivalue", length, None, frame, found, answer, text)
+    return _assemble(encode, "multivalue", length, frame, found, answer, text)
 
 
 def copy(
@@ -112,7 +109,7 @@ def copy(
     padding = np.resize(part, length - len(tokens))
     # The first tokens of the second half cannot be known.
     answer = np.arange(len(start) + count + count // 4, len(tokens))
-    return Sample("copy", length, None, np.concatenate([tokens, padding]), answer)
+    return Sample(np.concatenate([tokens, padding]), answer)
 
 
 def copy_words(dice: np.random.Generator, count: int) -> str:
@@ -149,14 +146,13 @@ def _needles(
     ]
     frame = _ONE[0], _ONE[1].format(key=keys[0])
     text = hay.take(int(dice.integers(len(hay.tokens))), length)
-    return _assemble(encode, task, length, depth, frame, found, f" {values[0]}", text)
+    return _assemble(encode, task, length, frame, found, f" {values[0]}", text)
 
 
 def _assemble(
     encode: Encoder,
     task: str,
     length: int,
-    depth: float | None,
     frame: tuple[str, str],
     needles: list[tuple[float, np.ndarray]],
     answer: str,
@@ -181,7 +177,7 @@ def _assemble(
     places = np.arange(length - len(reply), length)
     # A space of its own or a comma is no part of the answer.
     counts = [any(c.isdigit() for c in encode.text(tokens[p : p + 1])) for p in places]
-    return Sample(task, length, depth, tokens, places[counts])
+    return Sample(tokens, places[counts])
 
 
 def _number(dice: np.random.Generator, digits: int) -> str:
