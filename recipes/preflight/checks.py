@@ -61,12 +61,12 @@ def _check_activation_checkpoint(config: StripedJobConfig) -> None:
 
 def _check_sequence(config: StripedJobConfig) -> None:
     shape, parallelism = shape_of(config), config.parallelism
-    balancer, why = parallelism.context_parallel_load_balancer, ""
-    if balancer != "striped":
+    balancer, block_size = parallelism.context_parallel_load_balancer, config.striped_cp.block_size
+    if block_size != 1 and balancer != "striped":
         why = f"only stripes have a size, context_parallel_load_balancer is {toml(balancer)}"
-    elif shape.windowed:
+        raise InvalidSetting("striped_cp.block_size", block_size, why, "1")
+    if block_size != 1 and shape.windowed:
         why = f"flavor {toml(config.model.flavor)} has sliding windows, which need token stripes"
-    if why and (block_size := config.striped_cp.block_size) != 1:
         raise InvalidSetting("striped_cp.block_size", block_size, why, "1")
     cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
     check_heads(shape.n_kv_heads, tp)
@@ -144,8 +144,11 @@ def _check_files(config: StripedJobConfig) -> None:
         raise InvalidSetting("model.hf_assets_path", path, f"no such folder{where}", allowed)
     checkpoint = config.checkpoint
     unset = {
-        **{"initial_load_path": None, "create_seed_checkpoint": False, "load_step": -1},
-        **{"initial_load_in_hf": False, "last_save_in_hf": False},
+        "initial_load_path": None,
+        "initial_load_in_hf": False,
+        "last_save_in_hf": False,
+        "create_seed_checkpoint": False,
+        "load_step": -1,
     }
     for name, default in unset.items():
         value = getattr(checkpoint, name)
