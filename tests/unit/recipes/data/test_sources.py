@@ -95,6 +95,23 @@ def test_a_dataset_that_cannot_be_opened_is_named(tmp_path):
         loader(missing)
 
 
+def test_a_dataset_of_several_subsets_is_refused_with_their_names(tmp_path):
+    folder = tmp_path / "owner" / "wiki"
+    folder.mkdir(parents=True)
+    for name in ("german", "latin"):
+        write_jsonl(folder / f"{name}.jsonl", ["5 6 7"])
+    (folder / "README.md").write_text(
+        "---\nconfigs:\n- config_name: german\n  data_files: german.jsonl\n"
+        "- config_name: latin\n  data_files: latin.jsonl\n---\n"
+    )
+    with pytest.raises(ValueError, match="cannot be opened") as info:
+        loader(str(folder))
+    assert "\n" not in str(info.value)
+    assert "['german', 'latin']" in str(info.value)
+    assert "(training.dataset_subset)" in str(info.value)
+    next(iter(loader(str(folder), training__dataset_subset="latin")))
+
+
 @pytest.mark.parametrize("mask", [False, True])
 def test_concat_yields_the_sequences_of_torchtitans_own_dataset(hub, monkeypatch, mask):
     """torchtitan's names keep their meaning: same inputs, and same labels but across borders."""
