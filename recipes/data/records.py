@@ -45,10 +45,11 @@ class BadDocument(ValueError):
         super().__init__(f"{place}: {cause}; {remedy}")
         self.place = place
         self.cause = cause
+        self.remedy = remedy
 
     def __reduce__(self) -> tuple:
         # Exceptions are pickled by their message; this one is rebuilt from its parts.
-        return type(self), (self.place, self.cause)
+        return type(self), (self.place, self.cause, self.remedy)
 
 
 @dataclass(frozen=True)

@@ -169,8 +169,9 @@ def test_records_and_their_faults_can_be_sent_to_a_process(tmp_path):
     assert good.text() == "good"
     with pytest.raises(BadDocument) as info:
         bad.text()
-    copy = pickle.loads(pickle.dumps(info.value))
-    assert str(copy) == str(info.value)
+    unreadable = BadDocument("a.parquet", "cut off", "fetch it anew")
+    for fault in (info.value, unreadable):
+        assert str(pickle.loads(pickle.dumps(fault))) == str(fault)
 
 
 def test_files_are_found_by_name_folder_and_glob(tmp_path):
