@@ -22,7 +22,7 @@ MINUS_ONE_OR_ZERO_OR_MORE = Range(lambda v: v >= -1, "-1 or at least 0")
 # One alone may be the one that is being written.
 NOT_ONE = Range(lambda v: v == 0 or v >= 2, "0 for all, or at least 2")
 SECONDS = Range(lambda v: 1 <= v <= 10**9, "1 to 1000000000")
-NOT_EMPTY = Range(lambda v: v != "", "not empty")
+NOT_EMPTY = Range(lambda v: bool(v) and all(v), "not empty")  # a text, or a list of them
 
 
 def at_most(most: int) -> Range:

@@ -41,7 +41,7 @@ class DataSource:
     """Dataset to use: "sample" (the bundled corpus), "local" with dataset_path, a Hugging Face name
     owner/name, or one of torchtitan's own"""
 
-    dataset_path: str | list[str] | None = None
+    dataset_path: Annotated[str | list[str] | None, NOT_EMPTY] = None
     """Files, folders or globs of .txt, .jsonl, .json (JSON Lines), these packed as .gz or .zst,
     .parquet, .arrow, .mds, .npy and .bin, one or a list; or a prepared folder (dataset "local");
     where torchtitan's own datasets are found"""

@@ -107,6 +107,7 @@ SETTINGS = [
     ("metrics.save_tb_folder", "x" * 300, "cannot be written to (File name too long)"),
     ("model.hf_assets_path", "no/folder", f"no such folder in {ROOT}"),
     ("training.dataset", "../..", '"sample", "local" with dataset_path'),
+    ("training.dataset_path", "", "out of range; allowed: not empty"),
     ("training.dataloader.num_workers", "-1", "at least 0"),
     ("training.dataloader.prefetch_factor", "0", "at least 1"),
     ("training.dataloader.persistent_workers", None, "the workers are threads"),

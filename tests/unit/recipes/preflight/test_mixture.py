@@ -73,6 +73,8 @@ def test_entries_and_their_names(tmp_path: Path) -> None:
             'text_column = ""',
             'training.mixture.2.text_column = "": out of range; allowed: not',
         ),
+        ("dataset_path = []", "training.mixture.2.dataset_path = []: out of range; allowed: not"),
+        ('dataset_path = [""]', 'dataset_path = [""]: out of range; allowed: not empty'),
     ],
 )
 def test_wrong_entries(tmp_path: Path, second: str, expected: str) -> None:
