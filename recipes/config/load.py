@@ -159,7 +159,9 @@ def read_toml(path: str) -> dict[str, Any]:
 
 def _origin(key: str, path: str | None, table: dict[str, Any], args: Sequence[str]) -> str:
     """Where the user set `key`: the command line, the file, or nowhere."""
-    if any(arg.partition("=")[0].replace("-", "_") == f"__{key}" for arg in args):
+    section, _, name = key.rpartition(".")
+    options = f"__{key}", f"__{section}.no_{name}"
+    if any(arg.partition("=")[0].replace("-", "_") in options for arg in args):
         return "command line"
     place: Any = table
     for part in key.split("."):

@@ -291,11 +291,11 @@ def test_no_tokenizer(folder: Path) -> None:
         (("--checkpoint.no-enable",), "checkpoint.initial_load_in_hf = true: has no effect"),
         (
             ("--checkpoint.no-initial_load_model_only",),
-            "checkpoint.initial_load_model_only = false",
+            "command line: checkpoint.initial_load_model_only = false",
         ),
         (
             ("--checkpoint.last_save_in_hf", "--checkpoint.no-last_save_model_only"),
-            "checkpoint.last_save_model_only = false",
+            "command line: checkpoint.last_save_model_only = false",
         ),
         (
             (
