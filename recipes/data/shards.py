@@ -89,7 +89,7 @@ class ShardFolder:
     """A folder that prepare_documents.py wrote: documents by number, read through memory maps.
 
     Raises:
-        ValueError: the folder is unfinished, of another version, or a shard is missing or cut.
+        ValueError: the folder is unfinished, of another version, or a shard is not as written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -102,14 +102,18 @@ class ShardFolder:
         self.files = [folder / name for name in names]
         self._lists: list[pa.ListArray] = []
         self._places: list[tuple[str, int]] = []  # file of each, and its first row
+        remedy = "copy the folder anew or run scripts/prepare_documents.py --overwrite"
         for path, shard in zip(self.files, self.manifest["shards"], strict=True):
             if not path.is_file() or path.stat().st_size != shard["bytes"]:
                 raise ValueError(
-                    f"{path}: missing, or not {shard['bytes']} bytes long as {MANIFEST} says; copy "
-                    "the folder anew or run scripts/prepare_documents.py --overwrite"
+                    f"{path}: missing, or not {shard['bytes']} bytes long as {MANIFEST} says; "
+                    f"{remedy}"
                 )
-            with pa.memory_map(str(path)) as source:
-                table = pa.ipc.open_file(source).read_all()
+            try:
+                with pa.memory_map(str(path)) as source:
+                    table = pa.ipc.open_file(source).read_all()
+            except (OSError, pa.ArrowException) as error:
+                raise ValueError(f"{path}: cannot be read ({error}); {remedy}") from None
             row = 0
             for lists in table["tokens"].chunks:
                 self._places.append((str(path), row))

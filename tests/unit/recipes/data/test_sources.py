@@ -201,7 +201,11 @@ def test_a_tokenizer_that_does_not_fit_is_refused(prepared, monkeypatch):
 def test_a_damaged_folder_is_refused(prepared):
     folder, _ = prepared
     shard = folder / "shard-00001.arrow"
-    shard.write_bytes(shard.read_bytes()[:-8])
+    whole = shard.read_bytes()
+    shard.write_bytes(bytes(len(whole)))
+    with pytest.raises(ValueError, match=r"shard-00001\.arrow: cannot be read \(Not an Arrow file"):
+        prepared_loader(folder)
+    shard.write_bytes(whole[:-8])
     with pytest.raises(ValueError, match=r"shard-00001\.arrow: missing, or not \d+ bytes long"):
         prepared_loader(folder)
     (folder / MANIFEST).write_text('{"format": "other"}')
