@@ -69,7 +69,7 @@ def write_assets(folder: Path, config: StripedJobConfig, dtype: str) -> None:
         settings = read_json(assets / "tokenizer_config.json")
         longest = hf["max_position_embeddings"]
         # transformers warns of longer texts than this.
-        settings["model_max_length"] = max(settings.get("model_max_length", 0), longest)
+        settings["model_max_length"] = max(settings.get("model_max_length") or 0, longest)
         _write_json(folder / "tokenizer_config.json", settings)
     # Last, and at once: the mark of a finished export.
     _write_json(folder / "config.json.part", hf)

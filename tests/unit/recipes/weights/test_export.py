@@ -1,5 +1,7 @@
 """Weights of a checkpoint as a Hugging Face folder: what cannot be read or written is one line."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -7,7 +9,8 @@ import torch.distributed.checkpoint as dcp
 
 from recipes.models.decoder.model import Transformer
 from recipes.preflight import load_config
-from recipes.weights.export import convert_checkpoint
+from recipes.weights.export import convert_checkpoint, write_assets
+from tests import ROOT
 from tests.helpers.models import flavor
 
 
@@ -37,3 +40,17 @@ def test_what_is_damaged_or_in_the_way(checkpoint: Path, tmp_path: Path) -> None
     assert f"{checkpoint}: damaged, its data cannot be read" in convert(checkpoint, tmp_path / "a")
     data.write_bytes(whole[:-5000])
     assert f"{data}: has {len(whole) - 5000} bytes of" in convert(checkpoint, tmp_path / "b")
+
+
+@pytest.mark.parametrize(("theirs", "written"), [(None, 2048), (100, 2048), (4096, 4096)])
+def test_the_tokenizer_takes_as_long_texts_as_the_model(
+    tmp_path: Path, theirs: int | None, written: int
+) -> None:
+    assets, folder = tmp_path / "assets", tmp_path / "out"
+    shutil.copytree(ROOT / "assets/tokenizer", assets)
+    settings = {"model_max_length": theirs}
+    (assets / "tokenizer_config.json").write_text(json.dumps(settings))
+    folder.mkdir()
+    write_assets(folder, load_config(["--model.hf_assets_path", str(assets)]), "float32")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    assert settings["model_max_length"] == written
