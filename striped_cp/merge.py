@@ -63,10 +63,10 @@ class OutputAccumulator:
             self._merge(partial)
 
     def add_sinks(self, sinks: Tensor) -> None:
-        """Of each head (H,) a logit that belongs to no key: a partial result of 0."""
-        lse = sinks.to(self.dtype)[:, None].expand_as(self.lse)
-        nothing = self.lse.new_zeros(()).expand_as(self.out)
-        self._merge(Partial(self.everything, nothing, lse))
+        """Of each head (H,) a logit that belongs to no key; +inf takes all weight."""
+        sinks = sinks.to(self.dtype)[:, None]
+        self._out = self.out.to(self.dtype).mul_(torch.sigmoid(self.lse - sinks).unsqueeze(-1))
+        torch.logaddexp(self.lse, sinks, out=self.lse)
 
     def _write(self, partial: Partial) -> None:
         partial.queries.of(self.lse).copy_(partial.lse)
@@ -134,7 +134,9 @@ def sink_gradients(sinks: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor) ->
     dtype = lse.dtype
 
     def of_head(h: int) -> Tensor:
-        weight = torch.exp(sinks[h].to(dtype) - lse[:, h])
+        sink = sinks[h].to(dtype)
+        # Where the sink takes all weight, both may be inf.
+        weight = torch.where(sink == lse[:, h], 1, torch.exp(sink - lse[:, h]))
         return -(weight * (out[:, h].to(dtype) * grad_out[:, h].to(dtype)).sum(-1)).sum()
 
     return torch.stack([of_head(h) for h in range(len(sinks))]).to(sinks.dtype)

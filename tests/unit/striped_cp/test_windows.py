@@ -200,13 +200,21 @@ def test_ranks_that_share_heads_have_the_sinks_of_their_own(degree):
             check_close(name, x, y)
 
 
-@pytest.mark.parametrize("value", [-1e4, 1e4])
-def test_huge_sinks_stay_finite(value):
+@pytest.mark.parametrize("kernel", ["reference", "cpu"])
+@pytest.mark.parametrize("value", [-1e4, 1e4, float("-inf"), float("inf")])
+def test_huge_sinks_stay_finite(value, kernel):
     """One far below all logits changes nothing; one far above takes all weight."""
     inputs = random_inputs(1, (2, 1), 24, 8, torch.float32)
     sinks = torch.full((2,), value)
-    got = run_loopback(inputs, Striped(), 4, sinks=sinks)
-    plain = run_loopback(inputs, Striped(), 4)
+    got = run_loopback(inputs, Striped(), 4, sinks=sinks, kernel=kernel)
+    plain = run_loopback(inputs, Striped(), 4, kernel=kernel)
     assert all(x.isfinite().all() for x in got)
     for x, y in zip(got, plain, strict=False):
         assert torch.equal(x, y if value < 0 else torch.zeros_like(y))
+
+
+def test_a_sink_that_is_no_number_is_seen_in_its_head_alone():
+    inputs = random_inputs(1, (2, 2), 24, 8, torch.float32)
+    for x in run_loopback(inputs, Striped(), 1, sinks=torch.tensor([0.0, float("nan")])):
+        heads = x.isnan().flatten() if x.dim() == 1 else x.isnan().all((0, 2, 3))
+        assert heads.tolist() == [False, True]
