@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,58 +34,43 @@ class ProcessGroupRing(Ring):
         # group_peer: ranks of this group, which need not be contiguous in the world.
         ops = [dist.P2POp(dist.isend, x, group=self.group, group_peer=to) for x in send]
         ops += [dist.P2POp(dist.irecv, x, group=self.group, group_peer=source) for x in receive]
-        return _Hop(dist.batch_isend_irecv(ops), self, source, to)
+        members = self.members()
+        return self._under_way(
+            dist.batch_isend_irecv(ops),
+            f"keys from rank {members[source]} and for rank {members[to]} to take its own",
+        )
 
-    def _gloo_limit(self) -> timedelta | None:
-        """The present time limit of the group, if it is gloo's.
+    def all_gather(self, out: Tensor, x: Tensor) -> Pending:
+        # flatten: gloo wants the gathered pieces concatenated, not stacked.
+        work = all_gather_single(out.flatten(0, 1), x, group=self.group, async_op=True)
+        return self._under_way([work], f"one of the ranks {self.members()}")
 
-        Gloo's sends and receives keep the limit that their group was made with (torch 2.13). With
-        NCCL a limit would make the host wait for the device; its watchdog knows the present one.
-        """
-        if dist.get_backend(self.group) != "gloo":
-            return None
-        return self.group._get_backend(torch.device("cpu")).options._timeout
+    def all_to_all(self, out: Tensor, x: Tensor) -> Pending:
+        work = dist.all_to_all_single(out, x, group=self.group, async_op=True)
+        return self._under_way([work], f"one of the ranks {self.members()}")
 
     def members(self) -> list[int]:
         """Ranks of the job, in the order of the ring."""
         return dist.get_process_group_ranks(self.group)
 
-    def all_gather(self, out: Tensor, x: Tensor) -> Pending:
-        # flatten: gloo wants the gathered pieces concatenated, not stacked.
-        return _Works([all_gather_single(out.flatten(0, 1), x, group=self.group, async_op=True)])
-
-    def all_to_all(self, out: Tensor, x: Tensor) -> Pending:
-        return _Works([dist.all_to_all_single(out, x, group=self.group, async_op=True)])
-
-
-class _Works:
-    def __init__(self, works: list[Any]) -> None:
-        self.works = works
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
+    def _under_way(self, works: list[Any], whom: str) -> Pending:
+        # Gloo's sends and receives keep the limit that their group was made with (torch 2.13), so
+        # they get the present one. With NCCL a limit would make the host wait for the device; its
+        # watchdog knows the present one.
+        limit: tuple[timedelta, ...] = ()
+        if dist.get_backend(self.group) == "gloo":
+            limit = (self.group._get_backend(torch.device("cpu")).options._timeout,)
+        return _Works(works, limit, f"ring: rank {self.members()[self.rank]} waited for {whom}")
 
 
-class _Hop(_Works):
-    """A hop whose errors name the neighbours."""
-
-    def __init__(self, works: list[Any], ring: ProcessGroupRing, source: int, to: int) -> None:
-        super().__init__(works)
-        self.ring, self.source, self.to = ring, source, to
+class _Works(NamedTuple):
+    works: list[Any]
+    limit: tuple[timedelta, ...]
+    what: str
 
     def wait(self) -> None:
-        limit = self.ring._gloo_limit()
         try:
             for work in self.works:
-                if limit is None:
-                    work.wait()
-                else:
-                    work.wait(limit)
+                work.wait(*self.limit)
         except RuntimeError as error:
-            members = self.ring.members()
-            rank, before, after = (members[x] for x in (self.ring.rank, self.source, self.to))
-            raise RuntimeError(
-                f"ring: rank {rank} waited for keys from rank {before} and for rank "
-                f"{after} to take its own: {error}"
-            ) from error
+            raise RuntimeError(f"{self.what}: {error}") from error

@@ -137,25 +137,32 @@ def test_a_silent_rank_is_named_by_the_rank_behind_it_alone():
     assert "rank 2 has waited 2 s for rank 1 (ring link 1 -> 2)" in message
 
 
-def hang_in_the_ring(silent):
+def hang_in_the_ring(silent, way):
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), None)
     if dist.get_rank() == silent:
         time.sleep(10)
     ring = ProcessGroupRing(dist.group.WORLD)
-    x = torch.zeros(4)
+    x = torch.zeros(3, 4)
     for _ in range(3):
-        ring.shift((x,), (torch.empty_like(x),)).wait()
+        if way == "shift":
+            ring.shift((x,), (torch.empty_like(x),)).wait()
+        elif way == "all_to_all":
+            ring.all_to_all(torch.empty_like(x), x).wait()
+        else:
+            ring.all_gather(x.new_empty(3, 3, 4), x).wait()
 
 
-def test_a_hang_in_the_ring_names_the_neighbours():
+@pytest.mark.parametrize("way", ["shift", "all_to_all", "all_gather"])
+def test_a_hang_in_the_ring_names_the_ranks_that_it_waits_for(way):
     with pytest.raises(AssertionError) as failed:
-        run_ranks(3, hang_in_the_ring, 1)
-    # One of the two ranks beside the silent one.
-    expected = (
-        r"ring: rank (2 waited for keys from rank 1 and for rank 0|"
-        r"0 waited for keys from rank 2 and for rank 1) to take its own: .*Timed out"
-    )
-    assert re.search(expected, str(failed.value))
+        run_ranks(3, hang_in_the_ring, 1, way)
+    # Of a hop, one of the two ranks beside the silent one.
+    expected = {
+        "shift": r"ring: rank (2 waited for keys from rank 1 and for rank 0|"
+        r"0 waited for keys from rank 2 and for rank 1) to take its own: .*[Tt]imed out"
+    }
+    everyone = r"ring: rank [02] waited for one of the ranks \[0, 1, 2\]: .*[Tt]imed out"
+    assert re.search(expected.get(way, everyone), str(failed.value))
 
 
 def test_what_counts_as_slow():
