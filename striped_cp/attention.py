@@ -263,14 +263,15 @@ def _check_placements(
                     f"DTensors must live on a device mesh with the ring's axis {axis!r}; "
                     f"its axes are {axes}"
                 )
-        check_order(mesh)
-        ranks, wanted = query.device_mesh[sequence].mesh, mesh.mesh
-        if not torch.equal(ranks, wanted):
-            shown = sequence[0] if len(sequence) == 1 else sequence
-            raise ValueError(
-                f"the ring's mesh has ranks {wanted.tolist()}, axis {shown!r} of the DTensors' "
-                f"mesh {ranks.tolist()}"
-            )
+        if not torch.compiler.is_compiling():  # as in axes_of
+            check_order(mesh)
+            ranks, wanted = query.device_mesh[sequence].mesh, mesh.mesh
+            if not torch.equal(ranks, wanted):
+                shown = sequence[0] if len(sequence) == 1 else sequence
+                raise ValueError(
+                    f"the ring's mesh has ranks {wanted.tolist()}, axis {shown!r} of the DTensors' "
+                    f"mesh {ranks.tolist()}"
+                )
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.device_mesh != query.device_mesh or x.placements != query.placements:
             raise ValueError(
@@ -302,4 +303,4 @@ def _check_placements(
 def _shards(x: DTensor, dim: int) -> int:
     """Number of pieces that the mesh cuts tensor dimension `dim` into."""
     sizes = zip(x.device_mesh.shape, x.placements, strict=True)
-    return math.prod(size for size, placement in sizes if placement == Shard(dim))
+    return math.prod([size for size, placement in sizes if placement == Shard(dim)])

@@ -145,15 +145,16 @@ def check_dtensors() -> None:
         rows = [0, 1] if names[0] != "dp" else [mesh.get_local_rank("dp")]
         local_documents = Documents(documents.boundaries[rows])
         module = parallelize_module(torch.nn.Identity(), ring, StripedContextParallel())
-        out = module(*leaves, documents=local_documents, enable_gqa=True)
-        assert isinstance(out, DTensor)
-        assert out.placements == placements
-        assert out.shape == inputs[0].shape
         grad_out = distribute_tensor(inputs[3][:, :, order].contiguous(), mesh, placements)
-        grads = torch.autograd.grad(out, leaves, grad_out)
         want = reference_gradients(*inputs, documents)
-        for name, x, y in zip(NAMES, (out.detach(), *grads), want, strict=True):
-            check_close(f"{names} {name}", x.full_tensor()[:, :, order.argsort()], y)
+        for attend in (module, torch.compile(module, fullgraph=True, backend="aot_eager")):
+            out = attend(*leaves, documents=local_documents, enable_gqa=True)
+            assert isinstance(out, DTensor)
+            assert out.placements == placements
+            assert out.shape == inputs[0].shape
+            grads = torch.autograd.grad(out, leaves, grad_out)
+            for name, x, y in zip(NAMES, (out.detach(), *grads), want, strict=True):
+                check_close(f"{names} {name}", x.full_tensor()[:, :, order.argsort()], y)
 
 
 def test_dtensors_in_and_out():

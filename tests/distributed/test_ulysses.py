@@ -89,11 +89,12 @@ def check_dtensors() -> None:
             for x in inputs
         ]
         module = parallelize_module(nn.Identity(), ring, StripedContextParallel())
-        out = module(*whole[:3], documents=DOCUMENTS, enable_gqa=True)
-        assert out.placements == placements
-        grads = torch.autograd.grad(out, whole[:3], whole[3])
-        for name, x, y in zip(NAMES, (out.detach(), *grads), want, strict=True):
-            check_close(f"{names} {name}", x.full_tensor()[:, :, order.argsort()], y)
+        for attend in (module, torch.compile(module, fullgraph=True, backend="aot_eager")):
+            out = attend(*whole[:3], documents=DOCUMENTS, enable_gqa=True)
+            assert out.placements == placements
+            grads = torch.autograd.grad(out, whole[:3], whole[3])
+            for name, x, y in zip(NAMES, (out.detach(), *grads), want, strict=True):
+                check_close(f"{names} {name}", x.full_tensor()[:, :, order.argsort()], y)
 
 
 def check_compiled() -> None:

@@ -68,6 +68,7 @@ def check_dtensors() -> None:
     *_, want = reference_gradients(*inputs, window=4, sinks=SINKS)
     wanted = reference_gradients(*inputs, window=4, sinks=SINKS)[:4]
     order = torch.cat([Striped().positions(10, 2, rank) for rank in range(2)])
+    compiled = torch.compile(ring_attention, fullgraph=True, backend="aot_eager")
     for names, placements in ((("cp", "tp"), (Shard(2), Shard(1))), (("dp", "cp"), (0, Shard(2)))):
         placements = tuple(Shard(0) if x == 0 else x for x in placements)
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
@@ -82,16 +83,17 @@ def check_dtensors() -> None:
         ):
             sinks = SINKS if given is None else distribute_tensor(SINKS, mesh, given)
             sinks = sinks.detach().clone().requires_grad_()
-            out = ring_attention(*leaves, mesh=mesh["cp"], window=4, sinks=sinks)
-            *grads, dsinks = torch.autograd.grad(out, [*leaves, sinks], grad_out)
-            for name, x, y in zip(NAMES, (out.detach(), *grads), wanted, strict=True):
-                check_close(f"{given} {name}", x.full_tensor()[:, :, order.argsort()], y)
-            if isinstance(dsinks, DTensor):
-                assert dsinks.placements == of_gradient
-                dsinks = dsinks.full_tensor()
-            else:
-                dist.all_reduce(dsinks)
-            check_close("dsinks", dsinks, want)
+            for attend in (ring_attention, compiled):
+                out = attend(*leaves, mesh=mesh["cp"], window=4, sinks=sinks)
+                *grads, dsinks = torch.autograd.grad(out, [*leaves, sinks], grad_out)
+                for name, x, y in zip(NAMES, (out.detach(), *grads), wanted, strict=True):
+                    check_close(f"{given} {name}", x.full_tensor()[:, :, order.argsort()], y)
+                if isinstance(dsinks, DTensor):
+                    assert dsinks.placements == of_gradient
+                    dsinks = dsinks.full_tensor()
+                else:
+                    dist.all_reduce(dsinks)
+                check_close("dsinks", dsinks, want)
     wrong = distribute_tensor(SINKS, mesh, (Shard(0), Replicate()))
     with pytest.raises(ValueError, match=r"sinks: placements .*Shard\(dim=0\).* cannot work"):
         ring_attention(*leaves, mesh=mesh["cp"], sinks=wrong)
