@@ -26,10 +26,9 @@ from striped_cp import (
 from striped_cp.process_group import all_gather_single
 from tests.helpers.launch import run_ranks
 from tests.helpers.loopback import random_inputs
-from tests.helpers.reference import check_close, reference_gradients
+from tests.helpers.reference import check_all_close, check_close, reference_gradients
 
 LAYOUTS = [Striped(), Striped(4), HeadTail(), Contiguous()]
-NAMES = ("out", "dq", "dk", "dv")
 
 
 def ring_mesh(world_size: int) -> DeviceMesh:
@@ -68,8 +67,7 @@ def check_parity() -> None:
                         scale=0.3,
                     )
                     want = reference_gradients(*inputs, documents, 0.3)
-                    for name, x, y in zip(NAMES, got, want, strict=True):
-                        check_close(f"{layout.spec} {rotate_method} {name}", x, y)
+                    check_all_close(got, want, f"{layout.spec} {rotate_method}")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -94,14 +92,13 @@ def check_strided() -> None:
         leaves = [strided(x[:, :, rows]).requires_grad_() for x in (q, k, v)]
         out = ring_attention(*leaves, mesh=mesh)
         grads = torch.autograd.grad(out, leaves, strided(grad_out[:, :, rows]))
-        for part, x, y in zip(NAMES, (out.detach(), *grads), want, strict=True):
-            check_close(f"{name} {part}", x, y[:, :, rows])
+        check_all_close((out, *grads), [x[:, :, rows] for x in want], name)
     # An output gradient without memory of its own, as a sum's backward makes.
     leaves = [x[:, :, rows].requires_grad_() for x in (q, k, v)]
-    grads = torch.autograd.grad(ring_attention(*leaves, mesh=mesh).sum(), leaves)
-    want = reference_gradients(q, k, v, torch.ones_like(grad_out))[1:]
-    for part, x, y in zip(NAMES[1:], grads, want, strict=True):
-        check_close(f"expanded {part}", x, y[:, :, rows])
+    out = ring_attention(*leaves, mesh=mesh)
+    grads = torch.autograd.grad(out.sum(), leaves)
+    want = reference_gradients(q, k, v, torch.ones_like(grad_out))
+    check_all_close((out, *grads), [x[:, :, rows] for x in want], "expanded")
 
 
 def test_strided_inputs_and_output_gradients():
@@ -116,8 +113,7 @@ def check_dp_and_cp() -> None:
         inputs = random_inputs(1, (4, 2), 10, 8, torch.float64, seed=other)
         for rotate_method in ("ring", "allgather"):
             got = attention_through_the_ring(inputs, mesh, Striped(), rotate_method=rotate_method)
-            for name, x, y in zip(NAMES, got, reference_gradients(*inputs), strict=True):
-                check_close(f"{names} {rotate_method} {name}", x, y)
+            check_all_close(got, reference_gradients(*inputs), f"{names} {rotate_method}")
 
 
 def test_groups_of_a_two_dimensional_mesh_rotate_inside_themselves():
@@ -153,8 +149,8 @@ def check_dtensors() -> None:
             assert out.placements == placements
             assert out.shape == inputs[0].shape
             grads = torch.autograd.grad(out, leaves, grad_out)
-            for name, x, y in zip(NAMES, (out.detach(), *grads), want, strict=True):
-                check_close(f"{names} {name}", x.full_tensor()[:, :, order.argsort()], y)
+            whole_sequences = [x.full_tensor()[:, :, order.argsort()] for x in (out, *grads)]
+            check_all_close(whole_sequences, want, str(names))
 
 
 def test_dtensors_in_and_out():
@@ -169,8 +165,7 @@ def check_dtensors_without_a_ring(names: tuple[str, str] | None) -> None:
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out = ring_attention(*leaves, mesh=None)
     grads = torch.autograd.grad(out, leaves, grad_out)
-    for name, x, y in zip(NAMES, (out.detach(), *grads), reference_gradients(*inputs), strict=True):
-        check_close(name, x.full_tensor(), y)
+    check_all_close([x.full_tensor() for x in (out, *grads)], reference_gradients(*inputs))
 
 
 @pytest.mark.parametrize("names", [("dp", "tp"), None])

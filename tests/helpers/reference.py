@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -63,6 +65,7 @@ def reference_gradients(
     return out.detach(), *torch.autograd.grad(out, leaves, grad_out.double())
 
 
+NAMES = ("out", "dq", "dk", "dv", "dsinks")  # what is compared, in this order
 # Relative to the largest value, by the dtype that was computed in.
 TOLERANCE = {
     torch.float64: 1e-12,
@@ -83,3 +86,10 @@ def check_close(name: str, got: Tensor, want: Tensor, dtype: torch.dtype | None 
     """Fail unless `got` equals `want` to what its dtype can hold."""
     error, allowed = relative_error(got, want), TOLERANCE[dtype or got.dtype]
     assert error <= allowed, f"{name}: relative error {error:.2e}, allowed {allowed:.0e}"
+
+
+def check_all_close(got: Sequence[Tensor], want: Sequence[Tensor], where: str = "") -> None:
+    """`check_close` of out, dq, dk, dv and, where there are sinks, their gradient."""
+    assert len(got) == len(want)
+    for name, x, y in zip(NAMES, got, want, strict=False):
+        check_close(f"{where} {name}", x.detach(), y)
