@@ -14,16 +14,16 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from . import ulysses
+from .axes import Axis
 from .documents import Documents
 from .kernels import Request, choose_kernel
 from .kernels.base import BackwardInputs, Inputs, TileAttention
 from .layout import layout_from_spec
 from .observer import observed
 from .process_group import ProcessGroupRing
-from .ring import Buffers, Ring, SingleRing
+from .ring import Buffers, Ring
 from .tiles import Tile, tiles_of_rank
 
 # Receive buffers of every ring, for as long as its process group lives.
@@ -32,8 +32,8 @@ _buffers: WeakKeyDictionary[dist.ProcessGroup, Buffers] = WeakKeyDictionary()
 
 def _ring(group_name: str) -> Ring:
     if not group_name:
-        return SingleRing()
-    group = _resolve_process_group(dist.GroupName(group_name))
+        return Ring(0, 1)
+    group = Axis(group_name).group()
     return ProcessGroupRing(group, _buffers.setdefault(group, {}))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -12,6 +13,14 @@ from torch import Tensor
 from ..blocks import COUNT, K_LEN, K_START, Q_LEN, Q_START, ROW, Mask, Pass
 from ..tiles import Tile
 from .base import BackwardInputs, Inputs, Partial, PartialGradients, Region, Request
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows of queries and of keys that one call computes."""
+
+    queries: Region
+    keys: Region
 
 
 class DenseKernel(ABC):
@@ -39,25 +48,29 @@ class DenseKernel(ABC):
         """(dq, dk, dv) of one block."""
 
     def forward(self, x: Inputs, tile: Tile, scale: float) -> Iterator[Partial]:
-        for block in self._blocks(tile):
+        for of, block in self._blocks(tile, x.query):
             # Calls of their own, here and below: a name in a generator would keep one block's
             # results until the next one's are there.
-            yield self._forward_block(x, *block, scale)
+            yield self._forward_block(x, of, block, scale)
 
     def backward(self, x: BackwardInputs, tile: Tile, scale: float) -> Iterator[PartialGradients]:
-        for block in self._blocks(tile):
-            yield self._backward_block(x, *block, scale)
+        for of, block in self._blocks(tile, x.query):
+            yield self._backward_block(x, of, block, scale)
 
-    def _blocks(self, tile: Tile) -> Iterator[tuple[Pass, Region, Region]]:
+    def _blocks(self, tile: Tile, query: Tensor) -> Iterator[tuple[Pass, Block]]:
+        """What is computed at a time, and the pass that it is of."""
         for tile_pass in tile.passes:
             for plain in (tile_pass,) if self.takes_windows else tile_pass.unwindowed:
-                yield from blocks(plain, packed=tile.documents is not None)
+                for block in plain.blocks.tolist():
+                    row, count = block[ROW], block[COUNT]
+                    batch = slice(None) if tile.documents is None else slice(row, row + 1)
+                    queries = Region(batch, block[Q_START], block[Q_LEN], count, plain.stride)
+                    keys = Region(batch, block[K_START], block[K_LEN], count, plain.stride)
+                    yield plain, Block(queries, keys)
 
-    def _forward_block(
-        self, x: Inputs, of: Pass, rows: Region, cols: Region, scale: float
-    ) -> Partial:
+    def _forward_block(self, x: Inputs, of: Pass, block: Block, scale: float) -> Partial:
+        rows, cols, mask = block.queries, block.keys, of.mask
         query, key, value = x
-        mask = of.mask
         out, lse = self.attend(
             Inputs(_take(mask, rows, query), _take(mask, cols, key), _take(mask, cols, value)),
             of,
@@ -66,9 +79,9 @@ class DenseKernel(ABC):
         return Partial(rows, _give(mask, rows, out), _give(mask, rows, lse))
 
     def _backward_block(
-        self, x: BackwardInputs, of: Pass, rows: Region, cols: Region, scale: float
+        self, x: BackwardInputs, of: Pass, block: Block, scale: float
     ) -> PartialGradients:
-        mask = of.mask
+        rows, cols, mask = block.queries, block.keys, of.mask
         dq, dk, dv = self.attend_backward(
             BackwardInputs(
                 *(
@@ -81,18 +94,6 @@ class DenseKernel(ABC):
         )
         return PartialGradients(
             rows, cols, _give(mask, rows, dq), _give(mask, cols, dk), _give(mask, cols, dv)
-        )
-
-
-def blocks(of: Pass, packed: bool) -> Iterator[tuple[Pass, Region, Region]]:
-    """(the pass, query region, key region) of every block of it."""
-    for block in of.blocks.tolist():
-        row, count = block[ROW], block[COUNT]
-        batch = slice(row, row + 1) if packed else slice(None)
-        yield (
-            of,
-            Region(batch, block[Q_START], block[Q_LEN], count, of.stride),
-            Region(batch, block[K_START], block[K_LEN], count, of.stride),
         )
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -23,7 +23,7 @@ from torch.nn import attention
 from ..blocks import Mask, Pass
 from ..tiles import Tile
 from .base import BackwardInputs, Inputs, Partial, PartialGradients, Region, Request
-from .dense import DenseKernel, compute_capability, refuse_16_bit_cuda, rowwise_dense
+from .dense import Block, DenseKernel, compute_capability, refuse_16_bit_cuda, rowwise_dense
 from .varlen import Call, calls_of
 
 aten = torch.ops.aten
@@ -74,33 +74,18 @@ class FlashKernel(DenseKernel):
         dq, dk, dv = (x.transpose(1, 2) for x in grads)
         return dq, dk, dv
 
-    def forward(self, x: Inputs, tile: Tile, scale: float) -> Iterator[Partial]:
+    def _blocks(self, tile: Tile, query: Tensor) -> Iterator[tuple[Pass, Block]]:
         _activate(self.version)
         if tile.documents is None:
-            yield from super().forward(x, tile, scale)
+            yield from super()._blocks(tile, query)
             return
         for tile_pass in tile.passes:
-            for call in device_calls(tile_pass, x.query):
-                # Calls of their own, for the reason given in `DenseKernel.forward`.
-                if call.arguments is None:
-                    yield self._forward_block(x, tile_pass, call.queries, call.keys, scale)
-                else:
-                    yield self._forward_call(x, tile_pass, call, scale)
+            for call in device_calls(tile_pass, query):
+                yield tile_pass, call
 
-    def backward(self, x: BackwardInputs, tile: Tile, scale: float) -> Iterator[PartialGradients]:
-        _activate(self.version)
-        if tile.documents is None:
-            yield from super().backward(x, tile, scale)
-            return
-        for tile_pass in tile.passes:
-            for call in device_calls(tile_pass, x.query):
-                if call.arguments is None:
-                    yield self._backward_block(x, tile_pass, call.queries, call.keys, scale)
-                else:
-                    yield self._backward_call(x, tile_pass, call, scale)
-
-    def _forward_call(self, x: Inputs, of: Pass, call: DeviceCall, scale: float) -> Partial:
-        assert call.arguments is not None
+    def _forward_block(self, x: Inputs, of: Pass, call: Block, scale: float) -> Partial:
+        if not isinstance(call, VarlenCall):
+            return super()._forward_block(x, of, call, scale)
         reverse = of.mask is Mask.ANTICAUSAL
         batch = call.queries.of(x.query).shape[0]
         q = _some(_pack(x.query, call.queries, reverse), call.query_rows)
@@ -122,10 +107,11 @@ class FlashKernel(DenseKernel):
         lse = lse.unflatten(1, (batch, -1)).transpose(0, 1)
         return Partial(call.queries, _unpack(out, batch), lse)
 
-    def _backward_call(
-        self, x: BackwardInputs, of: Pass, call: DeviceCall, scale: float
+    def _backward_block(
+        self, x: BackwardInputs, of: Pass, call: Block, scale: float
     ) -> PartialGradients:
-        assert call.arguments is not None
+        if not isinstance(call, VarlenCall):
+            return super()._backward_block(x, of, call, scale)
         reverse = of.mask is Mask.ANTICAUSAL
         batch = call.queries.of(x.query).shape[0]
         q, o, g = (
@@ -229,41 +215,40 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-class DeviceCall(NamedTuple):
-    """A `varlen.Call` as the kernel takes it.
+@dataclass(frozen=True)
+class VarlenCall(Block):
+    """A `varlen.Call` of several blocks as the kernel takes it.
 
     Attributes:
         arguments: cu_seqlens of queries and of keys, int32 on the device; longest segment of each.
-            None: a dense call.
         query_rows, key_rows, idle: as in `varlen.Call`, int64 on the device.
     """
 
-    queries: Region
-    keys: Region
-    arguments: tuple[Tensor, Tensor, int, int] | None
+    arguments: tuple[Tensor, Tensor, int, int]
     query_rows: Tensor | None
     key_rows: Tensor | None
     idle: Tensor
 
 
 # Built on a pass's first use in a batch, then shared by all layers, forward and backward.
-_calls: WeakKeyDictionary[Pass, list[DeviceCall]] = WeakKeyDictionary()
+_calls: WeakKeyDictionary[Pass, dict[torch.device, list[Block]]] = WeakKeyDictionary()
 
 
-def device_calls(tile_pass: Pass, query: Tensor) -> list[DeviceCall]:
+def device_calls(tile_pass: Pass, query: Tensor) -> list[Block]:
     """The calls of a pass; what they need on the query's device goes there in one piece."""
-    if tile_pass not in _calls:
+    calls = _calls.setdefault(tile_pass, {})
+    if query.device not in calls:
         batch, _, rows, _ = query.shape
-        calls = calls_of(tile_pass, batch, rows)
-        lists = [part for call in calls for part in _device_parts(call)]
+        on_host = calls_of(tile_pass, batch, rows)
+        lists = [part for call in on_host for part in _device_parts(call)]
         packed = torch.from_numpy(np.concatenate(lists))
         if query.is_cuda:
             packed = packed.pin_memory()
         parts = iter(
             packed.to(query.device, non_blocking=True).split([len(part) for part in lists])
         )
-        _calls[tile_pass] = [_on_device(call, parts, batch, rows) for call in calls]
-    return _calls[tile_pass]
+        calls[query.device] = [_on_device(call, parts, batch, rows) for call in on_host]
+    return calls[query.device]
 
 
 def _device_parts(call: Call) -> list[np.ndarray]:
@@ -274,18 +259,17 @@ def _device_parts(call: Call) -> list[np.ndarray]:
     return [cu_seqlens[:, 0], cu_seqlens[:, 1], *rows, call.idle]
 
 
-def _on_device(call: Call, parts: Iterator[Tensor], batch: int, rows: int) -> DeviceCall:
+def _on_device(call: Call, parts: Iterator[Tensor], batch: int, rows: int) -> Block:
     cu_q, cu_k, query_rows, key_rows, idle = (next(parts) for _ in range(5))
-    arguments = None
-    if call.segments is not None:
-        # An upper bound serves. With 1, torch's kernel regroups the queries of grouped-query
-        # attention as (segments, heads, D), which counts empty segments too (torch 2.13).
-        longest_q, longest_k = call.segments.max(0).clip(2).tolist()
-        arguments = cu_q.int(), cu_k.int(), longest_q, longest_k
-    return DeviceCall(
-        _region(call.queries, batch, rows),
-        _region(call.keys, batch, rows),
-        arguments,
+    regions = _region(call.queries, batch, rows), _region(call.keys, batch, rows)
+    if call.segments is None:
+        return Block(*regions)
+    # An upper bound serves. With 1, torch's kernel regroups the queries of grouped-query
+    # attention as (segments, heads, D), which counts empty segments too (torch 2.13).
+    longest_q, longest_k = call.segments.max(0).clip(2).tolist()
+    return VarlenCall(
+        *regions,
+        (cu_q.int(), cu_k.int(), longest_q, longest_k),
         None if call.query_rows is None else query_rows,
         None if call.key_rows is None else key_rows,
         idle,

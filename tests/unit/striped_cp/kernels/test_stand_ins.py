@@ -2,6 +2,7 @@
 
 import itertools
 from types import SimpleNamespace
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -37,6 +38,20 @@ CASES = [
 ]
 
 
+def prepare(monkeypatch, kernel, grid, packing):
+    """Documents, or None, and the operators that take the place of torch's."""
+    cuts = PACKINGS[packing]
+    if (kernel == "cudnn" or grid == 4) and (cuts is None) != (kernel == "cudnn"):
+        pytest.skip("cuDNN serves no documents, and only with them calls are shared")
+    operators = stand_ins(3 if kernel == "fa3" else 2)
+    monkeypatch.setattr(varlen, "GRID", grid)
+    monkeypatch.setattr(flash, "_calls", WeakKeyDictionary())  # not those of another grid
+    monkeypatch.setattr(flash, "aten", operators)
+    monkeypatch.setattr(cudnn, "aten", operators)
+    monkeypatch.setattr(flash, "_activate", lambda version: None)
+    return None if cuts is None else Documents.from_cu_seqlens(cuts), operators
+
+
 @pytest.mark.parametrize("grid", [128, 4], ids=["one call", "long ones alone"])
 @pytest.mark.parametrize("kernel", ["flash", "fa3", "cudnn"])
 @pytest.mark.parametrize(
@@ -47,15 +62,7 @@ CASES = [
 def test_calls_give_the_right_numbers(
     monkeypatch, kernel, grid, layout, packing, world_size, heads, rotate_method
 ):
-    if (kernel == "cudnn" or grid == 4) and (PACKINGS[packing] is None) != (kernel == "cudnn"):
-        pytest.skip("cuDNN serves no documents, and only with them calls are shared")
-    monkeypatch.setattr(varlen, "GRID", grid)
-    operators = stand_ins(3 if kernel == "fa3" else 2)
-    monkeypatch.setattr(flash, "aten", operators)
-    monkeypatch.setattr(cudnn, "aten", operators)
-    monkeypatch.setattr(flash, "_activate", lambda version: None)
-    cuts = PACKINGS[packing]
-    documents = None if cuts is None else Documents.from_cu_seqlens(cuts)
+    documents, _ = prepare(monkeypatch, kernel, grid, packing)
     inputs = random_inputs(2, HEADS[heads], SEQ_LEN, 8, torch.float64, 2.0)
     got = run_loopback(
         inputs, layout, world_size, documents, kernel=kernel, rotate_method=rotate_method
@@ -71,11 +78,7 @@ WINDOWED = [Striped(), HeadTail(), Contiguous()]
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("layout", WINDOWED, ids=lambda x: x.spec)
 def test_windows_give_the_right_numbers(monkeypatch, kernel, grid, layout, packing):
-    cuts = PACKINGS[packing]
-    if (kernel == "cudnn" or grid == 4) and (cuts is None) != (kernel == "cudnn"):
-        pytest.skip("cuDNN serves no documents, and only with them calls are shared")
-    monkeypatch.setattr(varlen, "GRID", grid)
-    operators = stand_ins(3 if kernel == "fa3" else 2)
+    documents, operators = prepare(monkeypatch, kernel, grid, packing)
     windows = []
 
     def watched(operator):
@@ -87,10 +90,6 @@ def test_windows_give_the_right_numbers(monkeypatch, kernel, grid, layout, packi
 
     for name in ("_flash_attention_forward", "_flash_attention_backward"):
         setattr(operators, name, watched(getattr(operators, name)))
-    monkeypatch.setattr(flash, "aten", operators)
-    monkeypatch.setattr(cudnn, "aten", operators)
-    monkeypatch.setattr(flash, "_activate", lambda version: None)
-    documents = None if cuts is None else Documents.from_cu_seqlens(cuts)
     inputs = random_inputs(2, HEADS["GQA"], SEQ_LEN, 8, torch.float64, 2.0)
     for world_size, window in itertools.product((1, 2, 3), (1, 2, 5, 16, SEQ_LEN - 1)):
         got = run_loopback(inputs, layout, world_size, documents, kernel=kernel, window=window)
@@ -137,3 +136,12 @@ def test_cudnn_is_not_called_with_one_key(monkeypatch, layout):
         inputs = random_inputs(2, (4, 2), 4 * rows, 8, torch.float64, 2.0)
         got = run_loopback(inputs, layout, 4, kernel="cudnn")
         check_all_close(got, reference_gradients(*inputs))
+
+
+def test_layers_on_other_devices_have_calls_of_their_own():
+    documents = Documents.from_cu_seqlens([[0, 3, 7, SEQ_LEN]])
+    (tile_pass,) = tiles_of_rank(Striped(), SEQ_LEN, 2, 0, documents)[0].passes
+    for device in ("meta", "cpu", "meta"):
+        query = torch.empty(1, 2, SEQ_LEN // 2, 8, device=device)
+        for call in flash.device_calls(tile_pass, query):
+            assert call.idle.device.type == device
