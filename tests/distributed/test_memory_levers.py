@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from tests.helpers.launch import run_ranks
 from tests.helpers.model_step import Step, compare_step, save_step
+from tests.helpers.training import CP, PP, TP
 
 PLAIN = ["--memory.loss_chunk_tokens", "0", "--activation_checkpoint.mode", "none"]
 FULL = ["--activation_checkpoint.mode", "full"]
@@ -25,15 +26,11 @@ LEVERS = {
         *["--memory.loss_chunk_tokens", "24", "--memory.mlp_chunk_tokens", "24"],
     ],
 }
-# Without the code generator: what is compiled is the same, and it takes seconds.
 COMPILED = [
     *FULL,
     *["--memory.loss_chunk_tokens", "24", "--memory.mlp_chunk_tokens", "24"],
     *["--compile.enable", "--compile.backend", "aot_eager"],
 ]
-CP = "--parallelism.context_parallel_degree"
-TP = "--parallelism.tensor_parallel_degree"
-PP = "--parallelism.pipeline_parallel_degree"
 LAYOUTS = {
     "cp1": (1, [CP, "1"]),
     "cp2": (2, [CP, "2"]),

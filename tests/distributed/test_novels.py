@@ -1,22 +1,18 @@
 """The six novels of the bundled corpus at 131,072 tokens, documents masked, memory bounded."""
 
-import os
 import resource
 from unittest import mock
 
 import pytest
-import torch.distributed as dist
 
 from recipes.data.dataset import build_dataloader
 from recipes.data.labels import packing_stats
 from recipes.data.tokens import Tokenizer
 from recipes.models.llama3 import LLAMA3
 from recipes.models.shapes import ModelShape
-from recipes.preflight import load_config
-from recipes.train import spec as train_spec
-from recipes.train.trainer import StripedTrainer
 from tests.helpers.documents import job
 from tests.helpers.launch import run_ranks
+from tests.helpers.training import trainer_of
 
 SEQ_LEN = 131072
 
@@ -37,7 +33,6 @@ def test_packing_of_the_novels():
 def train_one_step(folder):
     """Loss, and the peak of this process's memory in MiB."""
     tiny = ModelShape(16, 1, 1, 1, 48, 2048, head_dim=16)
-    os.environ["LOCAL_RANK"] = str(dist.get_rank())
     arguments = [
         *("--job.config_file", "train_configs/debug_cpu.toml", "--job.dump_folder", folder),
         *("--training.seq_len", str(SEQ_LEN), "--training.local_batch_size", "1"),
@@ -46,8 +41,7 @@ def train_one_step(folder):
         *("--metrics.no-enable-tensorboard",),
     ]
     with mock.patch.dict(LLAMA3.flavors, debugmodel=tiny), mock.patch("time.sleep"):
-        train_spec.register()
-        trainer = StripedTrainer(load_config(arguments, dist.get_world_size()))
+        trainer = trainer_of(arguments)
         seen = {}
         log = trainer.metrics_processor.log
 

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torchtitan.distributed import ParallelDims
 
 from recipes.data.batch import BatchSharder
 from recipes.data.dataset import build_dataloader
@@ -14,7 +13,7 @@ from recipes.data.targets import are_targets, token_ids, with_targets
 from striped_cp import unshard_sequence
 from tests.helpers.documents import NumberTokenizer, fingerprint, job, number_documents, write_jsonl
 from tests.helpers.launch import run_ranks
-from tests.helpers.model_step import Step
+from tests.helpers.model_step import Step, make_dims
 
 SEQ_LEN = 64
 # Five documents a row, odd lengths, the two rows cut differently; row 1 has padding.
@@ -118,17 +117,7 @@ def test_the_loss_of_a_packed_batch_is_that_of_its_documents_alone():
 
 def read(folder, data_shard, context, workers):
     """What a rank reads in three steps, and how many targets all ranks count in each."""
-    dims = ParallelDims(
-        dp_replicate=1,
-        dp_shard=data_shard,
-        cp=context,
-        tp=1,
-        pp=1,
-        ep=1,
-        etp=1,
-        world_size=dist.get_world_size(),
-    )
-    dims.build_mesh()
+    dims = make_dims(dp_shard=data_shard, cp=context)
     config = job(
         training__dataset="local",
         training__dataset_path=folder,

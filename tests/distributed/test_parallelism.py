@@ -9,7 +9,7 @@ import torch
 from tests.distributed.conftest import Seeded
 from tests.helpers.launch import run_ranks
 from tests.helpers.models import name_settings
-from tests.helpers.training import ROWS, SEQ_LEN, STEPS, Job, common, gradients, train
+from tests.helpers.training import COMPILE, ROWS, SEQ_LEN, STEPS, Job, common, gradients, train
 
 KEYS = {
     "replicate": "data_parallel_replicate_degree",
@@ -39,7 +39,6 @@ WHOLE_LOGITS = ("--memory.loss_chunk_tokens", "0")
 PLAIN_LOSS = (*WHOLE_LOGITS, "--parallelism.disable_loss_parallel")
 ONE_ROW = ("--training.local_batch_size", "1")
 TWO_ROWS = ("--training.local_batch_size", "2")
-COMPILED = ("--compile.enable", "--compile.components", "model", "--compile.backend", "aot_eager")
 CHECKPOINTED = ("--activation_checkpoint.mode", "full")
 NO_VALIDATION = ("--validation.no-enable",)
 # name: (ranks, settings)
@@ -63,11 +62,11 @@ LAYOUTS = {
     "cp4 = 2 x 2": (4, layout(cp=4, ulysses=2)),
     "cp4 = 1 x 4": (4, layout(cp=4, ulysses=4)),
     "cp4 = 2 x 2, headtail": (4, layout(cp=4, ulysses=2, balancer="headtail")),
-    "cp4 = 2 x 2, compiled": (4, layout(cp=4, ulysses=2) + COMPILED),
+    "cp4 = 2 x 2, compiled": (4, layout(cp=4, ulysses=2) + COMPILE),
     "cp4 = 2 x 2, checkpointed": (4, layout(cp=4, ulysses=2) + CHECKPOINTED),
     "fsdp2 cp2 = 1 x 2, compiled, checkpointed": (
         4,
-        layout(shard=2, cp=2, ulysses=2) + COMPILED + CHECKPOINTED,
+        layout(shard=2, cp=2, ulysses=2) + COMPILE + CHECKPOINTED,
     ),
     "cp2 = 1 x 2, tp2": (4, layout(cp=2, ulysses=2, tp=2)),
     "cp2 = 1 x 2, pp2": (4, layout(cp=2, ulysses=2, pp=2)),

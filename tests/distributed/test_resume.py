@@ -1,18 +1,15 @@
 """A run interrupted twice, at changing context-parallel degrees, is the run that was not."""
 
-import os
 import shutil
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from recipes.preflight import load_config
-from recipes.train import spec as train_spec
-from recipes.train.trainer import StripedTrainer
 from tests.helpers.documents import fingerprint, number_documents, write_jsonl
 from tests.helpers.launch import run_ranks
+from tests.helpers.training import trainer_of
 
 STEPS = 6
 
@@ -32,9 +29,7 @@ def settings(folder, data, steps, degree, *more):
 
 def train(*args):
     """Losses and sequences by step, of the steps that this run made itself."""
-    os.environ["LOCAL_RANK"] = str(dist.get_rank())
-    train_spec.register()
-    trainer = StripedTrainer(load_config(settings(*args), dist.get_world_size()))
+    trainer = trainer_of(settings(*args))
     losses, batches = {}, {}
     log = trainer.metrics_processor.log
     load = trainer.batch_generator
@@ -100,9 +95,7 @@ def test_resumed_with_longer_sequences(data, tmp_path):
 
 def train_and_tell(*args):
     """Learning rates by step, and the optimizer's settings at the end."""
-    os.environ["LOCAL_RANK"] = "0"
-    train_spec.register()
-    trainer = StripedTrainer(load_config(settings(*args), dist.get_world_size()))
+    trainer = trainer_of(settings(*args))
     rates = {}
     step = trainer.optimizers.step
 

@@ -16,20 +16,18 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.placement_types import Shard
-from torchtitan.distributed import ParallelDims
 
 from recipes.parallel.ring import give_ring_its_groups
 from striped_cp import ops, ring_attention, shard_sequence, unshard_sequence
 from striped_cp.kernels import KERNELS
 from tests.helpers.launch import run_ranks
 from tests.helpers.loopback import random_inputs
+from tests.helpers.model_step import make_dims
 from tests.helpers.reference import check_close, reference_attention
 
 
 def groups_of_training(degrees: dict[str, int]) -> tuple[str, str, str]:
-    alone = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp"), 1)
-    dims = ParallelDims(**alone | degrees, world_size=math.prod(degrees.values()))
-    dims.build_mesh()
+    dims = make_dims(**degrees)
     give_ring_its_groups(dims, 1, timedelta(seconds=60))
     return tuple(dims.get_mesh(axis).get_group().group_name for axis in ("cp", "fsdp", "loss"))
 

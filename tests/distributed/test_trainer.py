@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import os
 import random
 import tempfile
 from collections.abc import Iterator
@@ -11,11 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from recipes.preflight import load_config
-from recipes.train import spec as train_spec
 from recipes.train.trainer import StripedTrainer
 from tests.helpers.documents import write_jsonl
 from tests.helpers.launch import run_ranks
+from tests.helpers.training import trainer_of
 
 SEQ_LEN = 48
 IGNORE = -100
@@ -32,19 +30,14 @@ def shared_folder() -> Iterator[str]:
 
 
 def make_trainer(folder: str, *settings: str) -> StripedTrainer:
-    world_size = dist.get_world_size()
-    config = load_config(
+    return trainer_of(
         [
             *("--job.config_file", "train_configs/debug_cpu.toml", "--job.dump_folder", folder),
             *("--training.seq_len", str(SEQ_LEN), "--training.local_batch_size", "2"),
-            *("--parallelism.context_parallel_degree", str(world_size)),
+            *("--parallelism.context_parallel_degree", str(dist.get_world_size())),
             *("--debug.seed", "3", "--lr_scheduler.warmup_steps", "0", *settings),
-        ],
-        world_size,
+        ]
     )
-    os.environ["LOCAL_RANK"] = str(dist.get_rank())
-    train_spec.register()
-    return StripedTrainer(config)
 
 
 def make_labels(ignored: str, tokens: torch.Tensor) -> torch.Tensor:

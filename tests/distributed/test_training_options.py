@@ -7,17 +7,13 @@ import pytest
 from recipes.models.decoder.model import Attention
 from tests.helpers.launch import run_ranks
 from tests.helpers.model_step import Step
-from tests.helpers.training import Job, Result, common, gradients, train
+from tests.helpers.training import COMPILE, CP, PP, TP, Job, Result, common, gradients, train
 
-CP = "--parallelism.context_parallel_degree"
-TP = "--parallelism.tensor_parallel_degree"
-PP = "--parallelism.pipeline_parallel_degree"
 REPLICATE = "--parallelism.data_parallel_replicate_degree"
 SHARD = "--parallelism.data_parallel_shard_degree"
 CP2 = (CP, "2")
 DDP2 = (REPLICATE, "2", SHARD, "1", "--training.local_batch_size", "2")
 AC = "--activation_checkpoint.mode"
-COMPILE = ("--compile.enable", "--compile.components", "model", "--compile.backend", "aot_eager")
 BFLOAT16 = ("--training.mixed_precision_param", "bfloat16")
 FLOAT8 = (
     *("--model.converters", "quantize.linear.float8", "--quantize.linear.float8.emulate"),

@@ -4,6 +4,7 @@ import re
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
@@ -28,23 +29,27 @@ def make_config(*overrides: str) -> StripedJobConfig:
     return load_config([*BASE, *overrides])
 
 
+def make_dims(**degrees: int) -> ParallelDims:
+    """torchtitan's meshes of all ranks; degrees that are not named are 1."""
+    alone = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp"), 1)
+    dims = ParallelDims(**alone | degrees, world_size=dist.get_world_size())
+    dims.build_mesh()
+    return dims
+
+
 class Step:
     """A model under the given settings, spread over the ranks of the default group."""
 
     def __init__(self, *overrides: str):
         self.config = make_config(*overrides)
         settings = self.config.parallelism
-        self.dims = ParallelDims(
+        self.dims = make_dims(
             dp_replicate=settings.data_parallel_replicate_degree,
             dp_shard=settings.data_parallel_shard_degree,
             cp=settings.context_parallel_degree,
             tp=settings.tensor_parallel_degree,
             pp=settings.pipeline_parallel_degree,
-            ep=1,
-            etp=1,
-            world_size=dist.get_world_size(),
         )
-        self.dims.build_mesh()
         self.loss_fn = build_loss(self.config)
         args = model_args(self.config)
         with torch.device("meta"):
@@ -105,14 +110,18 @@ class Step:
                 parameter.copy_(value)
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Whole gradients by torchtitan's parameter names; those of this rank's stages."""
-        grads = {}
-        for part in self.parts:
-            for name, parameter in part.named_parameters():
-                grad = parameter.grad
-                whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
-                grads[WRAPPER_NAMES.sub("", name)] = whole
-        return grads
+        return whole_gradients(self.parts)
+
+
+def whole_gradients(parts: list[nn.Module]) -> dict[str, torch.Tensor]:
+    """Whole gradients by torchtitan's parameter names; those of this rank's stages."""
+    grads = {}
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            grad = parameter.grad
+            whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+            grads[WRAPPER_NAMES.sub("", name)] = whole
+    return grads
 
 
 def make_batch(config: StripedJobConfig) -> tuple[dict[str, torch.Tensor], torch.Tensor]:

@@ -6,7 +6,6 @@ gradients of all layouts are comparable.
 """
 
 import os
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,9 +21,14 @@ from recipes.models.registry import MODELS
 from recipes.preflight import load_config
 from recipes.train import spec as train_spec
 from recipes.train.trainer import StripedTrainer
+from tests.helpers.model_step import whole_gradients
 from tests.helpers.models import TOY, TOY_WINDOWS
 
-WRAPPER_NAMES = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")
+CP = "--parallelism.context_parallel_degree"
+TP = "--parallelism.tensor_parallel_degree"
+PP = "--parallelism.pipeline_parallel_degree"
+# Without the code generator: what is compiled is the same, and it takes seconds.
+COMPILE = ("--compile.enable", "--compile.components", "model", "--compile.backend", "aot_eager")
 ROWS, SEQ_LEN = 4, 64
 STEPS = 5
 BASE = (
@@ -81,14 +85,18 @@ class Result:
         return self.values("loss_metrics/global_avg_loss")
 
 
-def make_trainer(job: Job) -> StripedTrainer:
-    os.environ["LOCAL_RANK"] = "0"
+def trainer_of(arguments: list[str]) -> StripedTrainer:
+    """The trainer that the command line makes on this rank."""
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())
     if "llama3_striped" not in titan_train_spec._extra_train_specs:
         MODELS["toy_striped"] = TOY
         MODELS["toy_windows_striped"] = TOY_WINDOWS
         train_spec.register()
-    arguments = [*BASE, "--job.dump_folder", job.folder, *job.settings]
-    trainer = StripedTrainer(load_config(arguments, dist.get_world_size()))
+    return StripedTrainer(load_config(arguments, dist.get_world_size()))
+
+
+def make_trainer(job: Job) -> StripedTrainer:
+    trainer = trainer_of([*BASE, "--job.dump_folder", job.folder, *job.settings])
     mesh = trainer.parallel_dims.get_optional_mesh("batch")
     degree, rank = (1, 0) if mesh is None else (mesh.size(), mesh.get_local_rank())
     rows = torch.arange(ROWS).view(degree, -1)[rank]
@@ -172,12 +180,9 @@ def _record_scalars(trainer: StripedTrainer, result: Result) -> None:
 
 
 def _first_step(trainer: StripedTrainer, job: Job, result: Result) -> None:
-    gradients = {}
-    for part in trainer.model_parts:
-        for name, parameter in part.named_parameters():
-            grad = parameter.grad
-            whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
-            gradients[WRAPPER_NAMES.sub("", name)] = whole.detach().float().clone()
+    gradients = {
+        name: grad.float().clone() for name, grad in whole_gradients(trainer.model_parts).items()
+    }
     if job.save:
         torch.save(gradients, job.reference)
     elif job.reference is not None:
