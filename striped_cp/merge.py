@@ -43,7 +43,6 @@ class OutputAccumulator:
     def __init__(self, query: Tensor) -> None:
         batch, heads, rows, _ = query.shape
         self.dtype = accumulation_dtype(query.dtype)
-        self.everything = Region(slice(None), 0, rows)
         self.lse = query.new_empty(batch, heads, rows, dtype=self.dtype)
         self._unwritten = self.lse.numel()
         self._query = query
@@ -70,7 +69,7 @@ class OutputAccumulator:
 
     def _write(self, partial: Partial) -> None:
         partial.queries.of(self.lse).copy_(partial.lse)
-        if partial.queries == self.everything:
+        if partial.queries == Region(slice(None), 0, self.lse.shape[2]):
             self._out = partial.out
         else:
             partial.queries.of(self.out).copy_(partial.out)

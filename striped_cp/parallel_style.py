@@ -86,7 +86,7 @@ class StripedContextParallel(ParallelStyle):
     under `layout`, as `shard_sequence` deals them out.
 
     Raises:
-        ValueError: an unknown rotate_method or kernel, or a mesh of several dimensions.
+        ValueError: an unknown layout, rotate_method or kernel, or a mesh that is no ring.
     """
 
     def __init__(

@@ -121,25 +121,21 @@ class _TravellingGradients:
         self.pending: Pending | None = None
 
     def add(self, step: int, parts: Sequence[KeyGradients]) -> None:
-        self._arrive()
+        self.close()
         _add([x.transpose(1, 2) for x in self.current], parts, step)
         if self.hops:
             # After the last step: over the ranks that the keys did not come to.
             distance = 1 if step < self.hops - 1 else self.ring.world_size - step
             self.pending = self.ring.shift(self.current, self.other, distance)
 
-    def _arrive(self) -> None:
+    def close(self) -> None:
         if self.pending is not None:
             self.pending.wait()
             self.pending = None
             self.current, self.other = self.other, self.current
 
-    def close(self) -> None:
-        if self.pending is not None:
-            self.pending.wait()
-
     def home(self) -> tuple[Tensor, ...]:
-        self._arrive()
+        self.close()
         return tuple(x.transpose(1, 2) for x in self.current)
 
 

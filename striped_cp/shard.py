@@ -29,8 +29,8 @@ def shard_sequence(
     all ranks, is complete on each of them.
 
     Raises:
-        ValueError: S does not suit layout and mesh, the mesh is not one-dimensional, the tensor has
-            no such dimension, or is a DTensor.
+        ValueError: S does not suit layout and mesh, `ring_attention` takes no such mesh, the tensor
+            has no such dimension, or is a DTensor.
     """
     axes = _check(full, mesh, dim)
     layout.check(full.shape[dim], axes.size, axes.ulysses.size)
@@ -45,9 +45,7 @@ def unshard_sequence(
     The result counts as one logical tensor: its gradient must be the same on every rank, and each
     rank takes the part that belongs to its tokens.
 
-    Raises:
-        ValueError: S does not suit layout and mesh, the mesh is not one-dimensional, the tensor has
-            no such dimension, or is a DTensor.
+    Raises: as `shard_sequence`.
     """
     axes = _check(local, mesh, dim)
     layout.check(local.shape[dim] * axes.size, axes.size, axes.ulysses.size)
@@ -72,7 +70,8 @@ class _Shard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, full: Tensor, mesh: DeviceMesh, layout: Layout, dim: int) -> Tensor:
         ctx.where = mesh, layout, dim
-        return _select(full, *ctx.where)
+        positions = local_positions(full.shape[dim], mesh=mesh, layout=layout)
+        return full.index_select(dim, positions.to(full.device))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
@@ -83,27 +82,18 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, mesh: DeviceMesh, layout: Layout, dim: int) -> Tensor:
         ctx.where = mesh, layout, dim
-        return _gather(local, *ctx.where)
+        ring, ulysses = axes_of(mesh)
+        # Ranks that share heads hold parts, in order, of what one rank of the ring holds.
+        by_rank = _gather_rows(_gather_rows(local.movedim(dim, 0), ulysses), ring)
+        order = torch.cat(
+            [layout.positions(by_rank.shape[0], ring.size, rank) for rank in range(ring.size)]
+        )
+        in_sequence = torch.empty_like(by_rank).index_copy_(0, order.to(local.device), by_rank)
+        return in_sequence.movedim(0, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
         return _Shard.apply(grad, *ctx.where), None, None, None
-
-
-def _select(full: Tensor, mesh: DeviceMesh, layout: Layout, dim: int) -> Tensor:
-    positions = local_positions(full.shape[dim], mesh=mesh, layout=layout)
-    return full.index_select(dim, positions.to(full.device))
-
-
-def _gather(local: Tensor, mesh: DeviceMesh, layout: Layout, dim: int) -> Tensor:
-    ring, ulysses = axes_of(mesh)
-    # Ranks that share heads hold parts, in order, of what one rank of the ring holds.
-    by_rank = _gather_rows(_gather_rows(local.movedim(dim, 0), ulysses), ring)
-    order = torch.cat(
-        [layout.positions(by_rank.shape[0], ring.size, rank) for rank in range(ring.size)]
-    )
-    in_sequence = torch.empty_like(by_rank).index_copy_(0, order.to(local.device), by_rank)
-    return in_sequence.movedim(0, dim)
 
 
 def _gather_rows(x: Tensor, axis: Axis) -> Tensor:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import overload
 
 import torch
 from torch import Tensor
@@ -60,7 +59,7 @@ def forward(
         ring,
         scale,
         rotate_method,
-        _own_heads(axis, sinks),
+        None if sinks is None else _own_heads(axis, sinks),
     )
     (out,) = _to_sequence(axis, (out,))
     return out, lse
@@ -95,13 +94,9 @@ def backward(
     return dq, _sum_copies(dk, kv_heads), _sum_copies(dv, kv_heads), dsinks
 
 
-@overload
-def _own_heads(axis: Ring, sinks: Tensor) -> Tensor: ...
-@overload
-def _own_heads(axis: Ring, sinks: None) -> None: ...
-def _own_heads(axis: Ring, sinks: Tensor | None) -> Tensor | None:
+def _own_heads(axis: Ring, sinks: Tensor) -> Tensor:
     """(H/U,) of (H,): those of the heads that this rank has after the exchange."""
-    return None if sinks is None else sinks.chunk(axis.world_size)[axis.rank]
+    return sinks.chunk(axis.world_size)[axis.rank]
 
 
 def _with_shared_heads(axis: Ring, x: Inputs) -> Inputs:

@@ -94,15 +94,15 @@ def check_exchange(group: dist.ProcessGroup, device: torch.device, patience: flo
         Stop: on every rank, naming the ranks that got something else.
     """
     axis = ProcessGroupRing(group)
-    members = axis.members()
-    sent = torch.stack([_pattern(axis.rank * axis.world_size + to, device) for to in _ranks(axis)])
+    members, size = axis.members(), axis.world_size
+    sent = torch.stack([_pattern(axis.rank * size + to, device) for to in range(size)])
     received = torch.zeros_like(sent)
     with _patience(members, axis.rank, patience):
         axis.all_to_all(received, sent).wait()
     wrong = [
         members[source]
-        for source in _ranks(axis)
-        if not torch.equal(received[source], _pattern(source * axis.world_size + axis.rank, device))
+        for source in range(size)
+        if not torch.equal(received[source], _pattern(source * size + axis.rank, device))
     ]
     worst = torch.tensor([min(wrong, default=-1)], device=device)
     rows = [torch.empty_like(worst) for _ in range(dist.get_world_size())]
@@ -113,10 +113,6 @@ def check_exchange(group: dist.ProcessGroup, device: torch.device, patience: flo
             f"startup check: all-to-all delivers wrong data {', '.join(broken)} (ranks of the job, "
             "sender -> receiver); run NCCL's own tests"
         )
-
-
-def _ranks(axis: ProcessGroupRing) -> range:
-    return range(axis.world_size)
 
 
 def report(links: list[Link]) -> None:

@@ -122,7 +122,7 @@ class StripedTrainer(Trainer):
         self, data_iterable: Iterable[tuple[dict[str, torch.Tensor], torch.Tensor]]
     ) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         """Yield batches; `ntokens_seen` becomes the count of all ranks, right on any resume."""
-        replicas = self._data_parallel_degree()
+        replicas = self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard
         for input_dict, labels in super().batch_generator(data_iterable):
             self.ntokens_seen += labels.numel() * (replicas - 1)
             self.metrics_processor.count_batch(input_dict, labels)
@@ -295,9 +295,6 @@ class StripedTrainer(Trainer):
     def _loss_mesh(self) -> torch.distributed.device_mesh.DeviceMesh | None:
         """The ranks that hold different tokens: data parallel times context parallel."""
         return self.parallel_dims.get_optional_mesh("loss")
-
-    def _data_parallel_degree(self) -> int:
-        return self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard
 
 
 def _versions(parallel_dims: ParallelDims) -> str:
