@@ -303,4 +303,5 @@ def _check_placements(
 def _shards(x: DTensor, dim: int) -> int:
     """Number of pieces that the mesh cuts tensor dimension `dim` into."""
     sizes = zip(x.device_mesh.shape, x.placements, strict=True)
+    # A list: torch.compile (2.13) takes no generator here.
     return math.prod([size for size, placement in sizes if placement == Shard(dim)])

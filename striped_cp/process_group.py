@@ -34,43 +34,55 @@ class ProcessGroupRing(Ring):
         # group_peer: ranks of this group, which need not be contiguous in the world.
         ops = [dist.P2POp(dist.isend, x, group=self.group, group_peer=to) for x in send]
         ops += [dist.P2POp(dist.irecv, x, group=self.group, group_peer=source) for x in receive]
-        members = self.members()
-        return self._under_way(
-            dist.batch_isend_irecv(ops),
-            f"keys from rank {members[source]} and for rank {members[to]} to take its own",
-        )
+        return _Works(dist.batch_isend_irecv(ops), self, (source, to))
 
     def all_gather(self, out: Tensor, x: Tensor) -> Pending:
         # flatten: gloo wants the gathered pieces concatenated, not stacked.
         work = all_gather_single(out.flatten(0, 1), x, group=self.group, async_op=True)
-        return self._under_way([work], f"one of the ranks {self.members()}")
+        return _Works([work], self)
 
     def all_to_all(self, out: Tensor, x: Tensor) -> Pending:
         work = dist.all_to_all_single(out, x, group=self.group, async_op=True)
-        return self._under_way([work], f"one of the ranks {self.members()}")
+        return _Works([work], self)
 
     def members(self) -> list[int]:
         """Ranks of the job, in the order of the ring."""
         return dist.get_process_group_ranks(self.group)
 
-    def _under_way(self, works: list[Any], whom: str) -> Pending:
-        # Gloo's sends and receives keep the limit that their group was made with (torch 2.13), so
-        # they get the present one. With NCCL a limit would make the host wait for the device; its
-        # watchdog knows the present one.
-        limit: tuple[timedelta, ...] = ()
-        if dist.get_backend(self.group) == "gloo":
-            limit = (self.group._get_backend(torch.device("cpu")).options._timeout,)
-        return _Works(works, limit, f"ring: rank {self.members()[self.rank]} waited for {whom}")
+    def _limit(self) -> tuple[timedelta, ...]:
+        """What to wait with: for gloo the group's present time limit.
+
+        Its sends and receives keep the limit that their group was made with (torch 2.13). With NCCL
+        a limit would make the host wait for the device; its watchdog knows the present one.
+        """
+        if dist.get_backend(self.group) != "gloo":
+            return ()
+        return (self.group._get_backend(torch.device("cpu")).options._timeout,)
 
 
 class _Works(NamedTuple):
+    """What is under way; its errors name the ranks that this one waited for.
+
+    Attributes:
+        neighbours: of a hop, the ranks of the ring before and after this one.
+    """
+
     works: list[Any]
-    limit: tuple[timedelta, ...]
-    what: str
+    ring: ProcessGroupRing
+    neighbours: tuple[int, int] | None = None
 
     def wait(self) -> None:
+        limit = self.ring._limit()
         try:
             for work in self.works:
-                work.wait(*self.limit)
+                work.wait(*limit)
         except RuntimeError as error:
-            raise RuntimeError(f"{self.what}: {error}") from error
+            raise RuntimeError(f"ring: {self._waited()}: {error}") from error
+
+    def _waited(self) -> str:
+        members = self.ring.members()
+        who = f"rank {members[self.ring.rank]} waited for"
+        if self.neighbours is None:
+            return f"{who} one of the ranks {members}"
+        before, after = (members[x] for x in self.neighbours)
+        return f"{who} keys from rank {before} and for rank {after} to take its own"
