@@ -29,6 +29,8 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from arguments import positive, positives
+
 if TYPE_CHECKING:
     from bench.report import Row
 
@@ -41,18 +43,6 @@ ATTENTION_ALONE = [
 ]
 
 
-def positive(text: str) -> int:
-    number = int(text) if text.isdecimal() else 0
-    if not 0 < number < 2**63:
-        raise argparse.ArgumentTypeError(f"{text!r}: allowed is a positive integer")
-    return number
-
-
-def integers(text: str) -> tuple[int, ...]:
-    """Numbers separated by commas."""
-    return tuple(map(positive, text.split(",")))
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -60,9 +50,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--mode", choices=["distributed", "virtual"], default="virtual")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument(
-        "--world-size", type=integers, help="P, or a list 2,4; default 2, or torchrun's"
+        "--world-size", type=positives, help="P, or a list 2,4; default 2, or torchrun's"
     )
-    parser.add_argument("--seq-len", type=integers, default=(16384,), help="S, or a list 4096,8192")
+    parser.add_argument("--seq-len", type=positives, default=(16384,), help="S, or a list")
     parser.add_argument("--batch", type=positive, default=1)
     parser.add_argument("--heads", type=positive, default=8)
     parser.add_argument("--kv-heads", type=positive, default=2)
@@ -71,7 +61,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--layouts", default="striped,headtail,contiguous", help="also striped:BLOCK_SIZE"
     )
-    parser.add_argument("--documents", type=integers, help="lengths that sum to S, 300,212")
+    parser.add_argument("--documents", type=positives, help="lengths that sum to S, 300,212")
     parser.add_argument(
         "--window", type=positive, help="tokens that a token sees, itself included; default: all"
     )

@@ -35,6 +35,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from arguments import positive
+
 # Section: its largest part of the budget. The modules that measure are imported by the process of
 # a section: --help is not to wait for torch.
 SHARES = {
@@ -55,7 +57,7 @@ ROOT = Path(__file__).parents[1]
 class Report:
     """What was found so far; the file is always whole."""
 
-    def __init__(self, path: Path | None, budget: float) -> None:
+    def __init__(self, path: Path | None, budget: int) -> None:
         self.path = path
         self.content: dict[str, Any] = {"environment": {}, "budget_s": budget, "sections": {}}
 
@@ -142,7 +144,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--budget", type=float, default=240, metavar="SECONDS")
+    parser.add_argument("--budget", type=positive, default=240, metavar="SECONDS")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--section", choices=SHARES, help="print its rows as JSON, and no more")
     arguments = parser.parse_args()

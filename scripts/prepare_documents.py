@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from arguments import positive
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -56,11 +57,11 @@ def parse_args(args: list[str] | None = None) -> argparse.Namespace:
         default="all",
         help="messages of a conversation that are learned: all, the assistant's, or its last one",
     )
-    add("--workers", type=_positive, default=os.cpu_count(), help="processes that tokenize")
-    add("--shard-tokens", type=_positive, default=1 << 26, help="tokens per file, about")
+    add("--workers", type=positive, default=os.cpu_count(), help="processes that tokenize")
+    add("--shard-tokens", type=positive, default=1 << 26, help="tokens per file, about")
     add(
         "--seq-len",
-        type=_positive,
+        type=positive,
         nargs="+",
         default=[8192, 32768, 131072, 524288, 1048576],
         help="sequence lengths for which the summary says how well the documents pack",
@@ -72,13 +73,6 @@ def parse_args(args: list[str] | None = None) -> argparse.Namespace:
     )
     add("--overwrite", action="store_true", help="remove an earlier preparation in --output first")
     return parser.parse_args(args)
-
-
-def _positive(text: str) -> int:
-    value = int(text.replace("_", ""))
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text}: at least 1 is allowed")
-    return value
 
 
 def main() -> None:

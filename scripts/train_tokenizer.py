@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from arguments import positive
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -52,12 +53,10 @@ def main() -> None:
         default=str(ASSETS / "corpus" / "austen.jsonl.gz"),
         help="a file, a folder or a glob, as for prepare_documents.py",
     )
-    parser.add_argument("--vocab-size", type=int, default=2048, help="special tokens included")
+    parser.add_argument("--vocab-size", type=positive, default=2048, help="special tokens included")
     parser.add_argument("--output", type=Path, default=ASSETS / "tokenizer", help="folder")
     args = parser.parse_args()
 
-    if args.vocab_size < 1:
-        parser.error(f"--vocab-size {args.vocab_size}: at least 1")
     try:
         tokenizer = train(args.corpus, args.vocab_size)
         args.output.mkdir(parents=True, exist_ok=True)
