@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from recipes.parallel.ring import named_layout
@@ -35,10 +36,7 @@ def slowest_pairs(layout: Layout, run: Run) -> tuple[dict[int | None, tuple[floa
     """Pairs of the slowest rank in every ring step of one sequence, by window, and the balance."""
     documents = None
     if run.documents:
-        ends = [0]
-        for length in run.documents:
-            ends.append(ends[-1] + length)
-        documents = Documents.from_cu_seqlens([ends])
+        documents = Documents.from_cu_seqlens([list(accumulate(run.documents, initial=0))])
     slowest: dict[int | None, tuple[float, ...]] = {}
     computed = waited = 0.0
     for window, layers in run.shape.layers_by_window.items():

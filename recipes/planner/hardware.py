@@ -6,7 +6,7 @@ capacities GiB (2^30 bytes).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,8 @@ _HOPPER = {
 # FlexAttention on A100 reaches 90 % and 85 % of it (PyTorch blog "FlexAttention").
 _A100_KERNELS = {"flash": KernelRate(189, 189), "flex": KernelRate(0.90 * 189, 0.85 * 189)}
 # B200: the same MagiAttention benchmark: SDPA 1325/940, FA4 1390/1090 (at 32K), FlexAttention
-# 385/87. FlashAttention-2 has
-# no published rate there; assumed: Hopper's, since it does not use Blackwell's new matrix
-# instructions.
+# 385/87. FlashAttention-2 has no published rate there; assumed: Hopper's, since it does not use
+# Blackwell's new matrix instructions.
 _B200_KERNELS = {
     "flash": _HOPPER["flash"],
     "fa4": KernelRate(1390, 1090),
@@ -107,6 +106,19 @@ _PCIE4_GB_S = 27.0
 # (benchmarks/llama3_h100_202412_torchtitan.md); tensor-core rates are taken to follow the power.
 _H100_96_POWER = 500 / 700
 
+_H100 = Gpu(
+    "H100 SXM 80 GB",
+    peak_tflops=989,
+    matmul_tflops=795,
+    memory_gib=79.1,
+    hbm_gb_s=3350,
+    p2p_gb_s=450 * _NVLINK_SHARE,
+    collective_gb_s=450 * _NVLINK_SHARE,
+    host_gb_s=_PCIE5_GB_S,
+    multiprocessors=132,
+    kernels=_HOPPER,
+)
+
 GPUS: dict[str, Gpu] = {
     "a100": Gpu(
         "A100 SXM 80 GB",
@@ -121,45 +133,19 @@ GPUS: dict[str, Gpu] = {
         kernels=_A100_KERNELS,
         network="ib200",
     ),
-    "h100": Gpu(
-        "H100 SXM 80 GB",
-        peak_tflops=989,
-        matmul_tflops=795,
-        memory_gib=79.1,
-        hbm_gb_s=3350,
-        p2p_gb_s=450 * _NVLINK_SHARE,
-        collective_gb_s=450 * _NVLINK_SHARE,
-        host_gb_s=_PCIE5_GB_S,
-        multiprocessors=132,
-        kernels=_HOPPER,
-    ),
-    "h100-96": Gpu(
-        "H100 96 GB HBM2e, 500 W",
-        peak_tflops=989,
-        matmul_tflops=795 * _H100_96_POWER,
+    "h100": _H100,
+    "h100-96": replace(
+        _H100,
+        name="H100 96 GB HBM2e, 500 W",
+        matmul_tflops=_H100.matmul_tflops * _H100_96_POWER,
         memory_gib=95.0,
         hbm_gb_s=2400,
-        p2p_gb_s=450 * _NVLINK_SHARE,
-        collective_gb_s=450 * _NVLINK_SHARE,
-        host_gb_s=_PCIE5_GB_S,
-        multiprocessors=132,
         kernels={
             name: KernelRate(_H100_96_POWER * rate.forward, _H100_96_POWER * rate.backward)
             for name, rate in _HOPPER.items()
         },
     ),
-    "h200": Gpu(
-        "H200 SXM 141 GB",
-        peak_tflops=989,
-        matmul_tflops=795,
-        memory_gib=139.8,
-        hbm_gb_s=4800,
-        p2p_gb_s=450 * _NVLINK_SHARE,
-        collective_gb_s=450 * _NVLINK_SHARE,
-        host_gb_s=_PCIE5_GB_S,
-        multiprocessors=132,
-        kernels=_HOPPER,
-    ),
+    "h200": replace(_H100, name="H200 SXM 141 GB", memory_gib=139.8, hbm_gb_s=4800),
     "b200": Gpu(
         "B200 SXM 180 GB",
         peak_tflops=2250,

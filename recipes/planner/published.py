@@ -86,22 +86,8 @@ def _titan_8b(cp: int) -> Run:
 
 
 def _titan_405b(cp: int) -> Run:
-    return Run(
-        _LLAMA3["405B"],
-        seq_len=32768 * cp,
-        local_batch=8,
-        dp_shard=8 // cp,
-        cp=cp,
-        tp=8,
-        pp=8,
-        levers=_TITAN_LEVERS,
-        rotate_method="allgather",
-        layout="headtail",
-        repeated_kv=True,
-        float8=True,
-        compiled=True,
-        async_tp=True,
-    )
+    shape = _LLAMA3["405B"]
+    return replace(_titan_8b(cp), shape=shape, local_batch=8, tp=8, pp=8, async_tp=True)
 
 
 _8B_8K = Run(_LLAMA3["8B"], 8192, local_batch=2, dp_shard=8, levers=_SELECTIVE, compiled=True)
@@ -118,12 +104,7 @@ _70B_8K = Run(
 # torchtitan of that date made as many microbatches as there are stages: 4 sequences each.
 _405B_8K = replace(_titan_405b(1), seq_len=8192, local_batch=32, pp_microbatch=4)
 _ALST = Levers(checkpointing="full", recompute_attention=True, loss_chunk_tokens=2048)
-_ALST_OFFLOAD = Levers(
-    checkpointing="full",
-    recompute_attention=True,
-    offload_checkpoints=True,
-    loss_chunk_tokens=2048,
-)
+_ALST_OFFLOAD = replace(_ALST, offload_checkpoints=True)
 
 
 def _titan(
@@ -207,23 +188,20 @@ PUBLISHED: tuple[Published, ...] = (
             ("0.6B", 1, 8, 137, None, ""),
         )
     ),
-    Published(
-        "8B 1.1M, 8 GPUs, Ulysses 8",
-        ALST,
-        "h100",
-        Run(_LLAMA3["8B"], 1_100_000, cp=8, ulysses=8, levers=_ALST),
-        9 * 60 + 24,
-        "s/step",
-        remark="Optimizer on the host, memory not reported",
-    ),
-    Published(
-        "8B 2.4M, 8 GPUs, Ulysses 8",
-        ALST,
-        "h100",
-        Run(_LLAMA3["8B"], 2_400_000, cp=8, ulysses=8, levers=_ALST_OFFLOAD),
-        43 * 60 + 30,
-        "s/step",
-        remark="Optimizer on the host, memory not reported",
+    *(
+        Published(
+            f"8B {millions}M, 8 GPUs, Ulysses 8",
+            ALST,
+            "h100",
+            Run(_LLAMA3["8B"], round(millions * 1e6), cp=8, ulysses=8, levers=levers),
+            seconds,
+            "s/step",
+            remark="Optimizer on the host, memory not reported",
+        )
+        for millions, levers, seconds in (
+            (1.1, _ALST, 9 * 60 + 24),
+            (2.4, _ALST_OFFLOAD, 43 * 60 + 30),
+        )
     ),
     Published(
         "405B 128K, 16384 GPUs, TP 8 CP 16 PP 16",

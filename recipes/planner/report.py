@@ -18,8 +18,9 @@ EXPOSED = 0.05
 def plan_text(plan: Plan) -> str:
     """The whole report for one run."""
     run, gpu, memory, time = plan.run, plan.gpu, plan.memory, plan.time
+    degrees = [f"{name} {degree}" for name, degree in run.mesh.items() if degree > 1]
     lines = [
-        f"{run.gpus} x {gpu.name}: {mesh_text(plan)}",
+        f"{run.gpus} x {gpu.name}: {' x '.join(degrees) or 'dp 1'}",
         f"{run.sequences_per_step} x {run.seq_len} tokens per step, {run.local_tokens} per rank and"
         f" sequence; {run.layout} ring of {ring_text(run)}, "
         f"kernel {run.kernel}, {run.levers_in_use}",
@@ -29,9 +30,8 @@ def plan_text(plan: Plan) -> str:
     for name, size in memory.parts.items():
         note = "" if name in memory.at_peak else "  (not at the peak)"
         lines.append(f"  {name:<18}{size / GIB:8.2f} GiB{note}")
-    lines.append(
-        f"  {'total':<18}{memory.total / GIB:8.2f} GiB of {gpu.memory_gib:g}: {fit_text(plan)}"
-    )
+    verdict = "fits" if plan.fits else "DOES NOT FIT"
+    lines.append(f"  {'total':<18}{memory.total / GIB:8.2f} GiB of {gpu.memory_gib:g}: {verdict}")
     if plan.fits and not plan.comfortable:
         lines.append("  less than 10 % is left, and the model is good to about 15 %")
     if memory.host:
@@ -50,7 +50,7 @@ def plan_text(plan: Plan) -> str:
         f"MFU {time.mfu_causal:.1%} (causal: only visible pairs count), "
         f"{time.mfu_torchtitan:.1%} (torchtitan: the full square counts)",
     ]
-    lines += [hop_text(name, hop) for name, hop in hops(plan).items()]
+    lines += [hop_text(name, hop) for name, hop in time.hops.items()]
     return "\n".join(lines)
 
 
@@ -87,31 +87,6 @@ def later_kernel_text(plan: Plan, network_gb_s: float) -> str | None:
     )
 
 
-def mesh_text(plan: Plan) -> str:
-    run = plan.run
-    degrees = {
-        "dp_replicate": run.dp_replicate,
-        "dp_shard": run.dp_shard,
-        "cp": run.cp,
-        "tp": run.tp,
-        "pp": run.pp,
-    }
-    return (
-        " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "dp 1"
-    )
-
-
-def fit_text(plan: Plan) -> str:
-    return "fits" if plan.fits else "DOES NOT FIT"
-
-
-def hops(plan: Plan) -> dict[str, Hop]:
-    time = plan.time
-    if time.forward_hop is None or time.backward_hop is None:
-        return {}
-    return {"forward": time.forward_hop, "backward": time.backward_hop}
-
-
 def hop_text(name: str, hop: Hop) -> str:
     verdict = "hides behind" if hop.hidden else "EXCEEDS"
     length = hop.hides_from_local_tokens
@@ -130,13 +105,7 @@ def plan_table(plan: Plan) -> dict[str, Any]:
     return {
         "gpu": plan.gpu.name,
         "gpus": run.gpus,
-        "mesh": {
-            "dp_replicate": run.dp_replicate,
-            "dp_shard": run.dp_shard,
-            "cp": run.cp,
-            "tp": run.tp,
-            "pp": run.pp,
-        },
+        "mesh": run.mesh,
         "ulysses_degree": run.ulysses,
         "levers": run.levers_in_use,
         "kernel": run.kernel,
@@ -171,7 +140,7 @@ def plan_table(plan: Plan) -> dict[str, Any]:
                 "hidden": hop.hidden,
                 "hides_from_local_tokens": hop.hides_from_local_tokens,
             }
-            for name, hop in hops(plan).items()
+            for name, hop in time.hops.items()
         },
     }
 

@@ -89,8 +89,15 @@ class Run:
     deterministic_on: int = 0
 
     @property
+    def mesh(self) -> dict[str, int]:
+        """The degrees by name."""
+        return {
+            name: getattr(self, name) for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+        }
+
+    @property
     def gpus(self) -> int:
-        return self.dp_replicate * self.dp_shard * self.cp * self.tp * self.pp
+        return math.prod(self.mesh.values())
 
     @property
     def local_tokens(self) -> int:

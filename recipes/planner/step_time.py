@@ -51,14 +51,17 @@ class Hop:
 
 @dataclass(frozen=True)
 class TimePlan:
-    """Seconds of one optimizer step, and the rates that follow."""
+    """Seconds of one optimizer step, and the rates that follow.
+
+    Attributes:
+        hops: "forward" and "backward"; empty without a ring.
+    """
 
     parts: dict[str, float]
     tokens_per_second_per_gpu: float
     mfu_causal: float
     mfu_torchtitan: float
-    forward_hop: Hop | None
-    backward_hop: Hop | None
+    hops: dict[str, Hop]
 
     @property
     def step_seconds(self) -> float:
@@ -391,7 +394,9 @@ def plan_time(run: Run, gpu: Gpu, network_gb_s: float) -> TimePlan:
     busy = sum(parts.values()) - parts["optimizer"] - (parts["exposed FSDP"] if run.pp > 1 else 0)
     parts["pipeline bubble"] = bubble_share(run) * busy
     tightest = min(hops, key=lambda pair: pair[0].tile_seconds)
-    return _rates(run, gpu, parts, tightest if run.ring > 1 else None)
+    return _rates(
+        run, gpu, parts, {"forward": tightest[0], "backward": tightest[1]} if run.ring > 1 else {}
+    )
 
 
 def ring_repeats(run: Run) -> float:
@@ -423,7 +428,7 @@ def _offload_exposed(run: Run, gpu: Gpu, forward_work: float, backward_work: flo
     return max(0.0, copy - forward_work) + max(0.0, copy - backward_work)
 
 
-def _rates(run: Run, gpu: Gpu, parts: dict[str, float], hops: tuple[Hop, Hop] | None) -> TimePlan:
+def _rates(run: Run, gpu: Gpu, parts: dict[str, float], hops: dict[str, Hop]) -> TimePlan:
     seconds = sum(parts.values())
     tokens = run.tokens_per_step / run.gpus
     linear = run.shape.linear_flops_per_token()
@@ -437,6 +442,5 @@ def _rates(run: Run, gpu: Gpu, parts: dict[str, float], hops: tuple[Hop, Hop] | 
         tokens / seconds,
         causal * achieved,
         full_square * achieved,
-        hops[0] if hops else None,
-        hops[1] if hops else None,
+        hops,
     )

@@ -68,10 +68,8 @@ def test_hop_of_the_exercise():
     run = Run(LLAMA3.flavors["8B"], 131072, cp=8)
     assert kv_hop_bytes(run) == 67_108_864
     time = plan_time(run, H100, IB)
-    assert time.forward_hop is not None
-    assert time.backward_hop is not None
-    assert time.forward_hop.bytes == 67_108_864
-    assert time.backward_hop.bytes == 3 * 67_108_864  # and dK, dV in float32
+    assert time.hops["forward"].bytes == 67_108_864
+    assert time.hops["backward"].bytes == 3 * 67_108_864  # and dK, dV in float32
 
 
 def test_states_of_8b_on_8_gpus():
@@ -281,23 +279,19 @@ def test_pipeline(schedule, virtual_stages, microbatches, in_flight, bubble):
 
 def test_a_hop_hides_from_the_length_that_the_plan_names():
     run = Run(LLAMA3.flavors["8B"], 2**20, cp=32, levers=Levers())
-    hop = plan_time(run, H100, IB).forward_hop
-    assert hop is not None
+    hop = plan_time(run, H100, IB).hops["forward"]
     assert hop.hidden
     length = round(hop.hides_from_local_tokens)
     for local_tokens, hidden in ((length * 11 // 10, True), (length * 9 // 10, False)):
-        shorter = plan_time(replace(run, seq_len=32 * local_tokens), H100, IB).forward_hop
-        assert shorter is not None
+        shorter = plan_time(replace(run, seq_len=32 * local_tokens), H100, IB).hops["forward"]
         assert shorter.hidden is hidden
     exposed = plan_time(replace(run, seq_len=32 * length // 2), H100, IB).parts["exposed ring"]
     assert exposed > 0
 
 
 def test_ring_inside_a_node_is_faster_than_across():
-    inside = plan_time(Run(LLAMA3.flavors["8B"], 2**20, cp=8), H100, IB).forward_hop
-    across = plan_time(Run(LLAMA3.flavors["8B"], 2**20, cp=4, tp=4), H100, IB).forward_hop
-    assert inside is not None
-    assert across is not None
+    inside = plan_time(Run(LLAMA3.flavors["8B"], 2**20, cp=8), H100, IB).hops["forward"]
+    across = plan_time(Run(LLAMA3.flavors["8B"], 2**20, cp=4, tp=4), H100, IB).hops["forward"]
     # Half of the bytes per token (tp 4, twice the tokens), over 45 instead of 396 GB/s.
     assert across.bytes == inside.bytes / 2
     assert across.seconds / inside.seconds == pytest.approx(396 / 45 / 2)
