@@ -205,11 +205,12 @@ def kernel_bytes(run: Run) -> float:
     Deterministic, dQ once for every share of the GPU that a head of a sequence, or of one of its
     documents, is given. Others publish none.
     """
-    if run.kernel == "cudnn" or run.kernel == "flex":
+    if run.kernel in ("cudnn", "flex"):
         return 0.0
     tokens = run.microbatch * run.local_tokens
     query = tokens * run.shape.query_dim / run.tp
-    heads = max(1, len(run.documents)) * run.microbatch * run.shape.n_heads // run.tp
+    heads = run.shape.n_heads // (run.tp * run.ulysses)
+    heads *= max(1, len(run.documents)) * run.microbatch
     copies = max(1, math.ceil(run.deterministic_on / heads))
     grouped = 2 * _BF16 * query if run.shape.n_kv_heads < run.shape.n_heads else 0.0
     return _FP32 * query * copies * (2 if run.documents else 1) + grouped

@@ -176,6 +176,9 @@ def test_deterministic_attention_splits_dq_over_the_gpu():
     assert kernel_bytes(deterministic) - kernel_bytes(RUN_1M) == 4 * 2 * GIB
     packed = replace(deterministic, documents=(2**18,) * 4)  # 128 sequences of heads, two shares
     assert kernel_bytes(packed) == 2 * 4 * GIB + 2 * GIB
+    # Ranks that share heads have four each, for as many queries in all.
+    shared = replace(deterministic, ulysses=8)
+    assert kernel_bytes(shared) - kernel_bytes(RUN_1M) == 32 * 2 * GIB
 
 
 PACKED = replace(
