@@ -5,28 +5,20 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
-from recipes.config.schema import StripedJobConfig
 from recipes.evaluation import results as report
 from recipes.evaluation.evaluator import Evaluator
-from recipes.titan import ParallelDims, logger
+from recipes.titan import logger
 
 
 class PeriodicEvaluation:
     """Measures the model when it is due, and says what came out."""
 
-    def __init__(
-        self,
-        config: StripedJobConfig,
-        tokenizer: Any,
-        parallel_dims: ParallelDims,
-        model: nn.Module,
-    ) -> None:
-        self.config = config
-        self.evaluator = Evaluator(config, tokenizer, parallel_dims, model)
-        self.folder = Path(config.job.dump_folder, "evaluation")
+    def __init__(self, evaluator: Evaluator) -> None:
+        self.evaluator = evaluator
+        self.config = evaluator.config
+        self.folder = Path(self.config.job.dump_folder, "evaluation")
         self.writer = SummaryWriter(str(self.folder)) if dist.get_rank() == 0 else None
 
     def due(self, step: int) -> bool:

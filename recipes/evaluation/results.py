@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,11 +30,13 @@ def write(result: dict[str, Any], folder: Path, step: int, writer: SummaryWriter
     if figure is not None:
         written.append(file.with_suffix(".png"))
         figure.savefig(written[1], dpi=120)
-    if file.stem != f"step-{step}":
-        with SummaryWriter(str(folder / file.stem)) as own:
-            _log(result, figure, step, own)
-    else:
-        _log(result, figure, step, writer)
+    another = file.stem != f"step-{step}"
+    with SummaryWriter(str(folder / file.stem)) if another else nullcontext(writer) as log:
+        for name, value in scalars(result):
+            log.add_scalar(name, value, step)
+        if figure is not None:
+            log.add_figure("evaluation/accuracy", figure, step)
+        log.flush()
     return written
 
 
@@ -50,14 +53,6 @@ def _write_new(folder: Path, name: str, value: dict[str, Any]) -> Path:
             if path.read_bytes() == text.encode():
                 return path
     raise AssertionError
-
-
-def _log(result: dict[str, Any], figure: "Figure | None", step: int, writer: SummaryWriter) -> None:
-    for name, value in scalars(result):
-        writer.add_scalar(name, value, step)
-    if figure is not None:
-        writer.add_figure("evaluation/accuracy", figure, step)
-    writer.flush()
 
 
 def scalars(result: dict[str, Any]) -> Iterator[tuple[str, float]]:

@@ -12,6 +12,7 @@ pass tells for every token of the answer how probable it was and whether it was 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -38,7 +39,6 @@ _PASSKEY = (
 _PASSKEY_NEEDLE = " The pass key is {value}. Remember it. {value} is the pass key."
 _ADJECTIVES = "able brave calm dark early fair glad happy icy jolly kind loud mild neat odd proud"
 _NOUNS = "apple bridge cloud door engine forest garden house island jacket kettle lamp moon nest"
-_DISTRACTORS = 3
 _VALUES = 4
 # Tokens that are hidden with less text than this around them are not far away.
 _LEAST_HAY = 16
@@ -66,18 +66,6 @@ def passkey(
     value = _number(dice, 5)
     needle = encode(_PASSKEY_NEEDLE.format(value=value))
     return _assemble(encode, "passkey", length, _PASSKEY, [(depth, needle)], f" {value}")
-
-
-def needle(
-    encode: Encoder, hay: Haystack, dice: np.random.Generator, length: int, depth: float
-) -> Sample:
-    return _needles(encode, hay, dice, length, depth, "needle", distractors=0)
-
-
-def multikey(
-    encode: Encoder, hay: Haystack, dice: np.random.Generator, length: int, depth: float
-) -> Sample:
-    return _needles(encode, hay, dice, length, depth, "multikey", distractors=_DISTRACTORS)
 
 
 def multivalue(
@@ -118,16 +106,6 @@ def copy_words(dice: np.random.Generator, count: int) -> str:
     return "".join(f" {words[i]}" for i in dice.integers(len(words), size=count))
 
 
-# name: (how it is made, whether it has a depth)
-TASKS: dict[str, tuple[Task, bool]] = {
-    "passkey": (passkey, True),
-    "needle": (needle, True),
-    "multikey": (multikey, True),
-    "multivalue": (multivalue, False),
-    "copy": (copy, False),
-}
-
-
 def _needles(
     encode: Encoder,
     hay: Haystack,
@@ -147,6 +125,16 @@ def _needles(
     frame = _ONE[0], _ONE[1].format(key=keys[0])
     text = hay.take(int(dice.integers(len(hay.tokens))), length)
     return _assemble(encode, task, length, frame, found, f" {values[0]}", text)
+
+
+# name: (how it is made, whether it has a depth)
+TASKS: dict[str, tuple[Task, bool]] = {
+    "passkey": (passkey, True),
+    "needle": (partial(_needles, task="needle", distractors=0), True),
+    "multikey": (partial(_needles, task="multikey", distractors=3), True),
+    "multivalue": (multivalue, False),
+    "copy": (copy, False),
+}
 
 
 def _assemble(

@@ -23,6 +23,7 @@ from recipes.checkpoint.resume import hold_to_settings
 from recipes.config.schema import StripedJobConfig
 from recipes.data.batch import BatchSharder, Microbatch, plain_loss
 from recipes.data.tokens import tokenizer_identity
+from recipes.evaluation.evaluator import Evaluator
 from recipes.evaluation.periodic import PeriodicEvaluation
 from recipes.memory.loss import collect_token_losses
 from recipes.metrics.processor import StripedMetrics
@@ -58,9 +59,8 @@ class StripedTrainer(Trainer):
         self.evaluation: PeriodicEvaluation | None = None
         if job_config.evaluation.enable:
             (model,) = self.model_parts
-            self.evaluation = PeriodicEvaluation(
-                job_config, self.tokenizer, self.parallel_dims, model
-            )
+            evaluator = Evaluator(job_config, self.tokenizer, self.parallel_dims, model)
+            self.evaluation = PeriodicEvaluation(evaluator)
         self.first_step: int | None = None
         self.steps_before: int | None = None
 
