@@ -7,7 +7,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from recipes.data.labels import packing_stats
-from recipes.metrics.flops import visible_pairs
 from recipes.metrics.reduce import max_over, sum_over
 from recipes.models.shapes import ModelShape
 
@@ -52,8 +51,10 @@ class Interval:
         self.sequences += batch_size
         self.tokens += labels.numel()
         self.loading_seconds += loading_seconds
-        masked = boundaries if mask_documents else None
-        self.pairs += visible_pairs(shape, masked, batch_size, seq_len)
+        if boundaries is None or not mask_documents:
+            self.pairs += shape.visible_pairs([seq_len] * batch_size)
+        else:
+            self.pairs += shape.visible_pairs(boundaries.diff(dim=1).numpy())
         if boundaries is not None:
             stats = packing_stats(boundaries, tokens, labels)
             self.documents += stats["documents"] * batch_size

@@ -25,7 +25,6 @@ from torchtitan.components.metrics import (
 from recipes.config.mixture import mixture_names
 from recipes.config.schema import StripedJobConfig
 from recipes.metrics.charts import custom_scalars, twins
-from recipes.metrics.flops import Flops
 from recipes.metrics.interval import Interval
 from recipes.metrics.positions import LossByPosition
 from recipes.metrics.progress import signs_of_life
@@ -72,11 +71,11 @@ class StripedMetrics(MetricsProcessor):
         self.step_seconds = self.planned.get("planned/end_to_end(s)")
         self.summary = Summary(parallel_dims.world_size, self.gpu_peak_flops, self.planned)
         self.tensorboard = self._tensorboard()
+        self.measures_ring = job_config.metrics.ring and parallel_dims.cp_enabled
         if self.tensorboard is not None:
-            ring = job_config.metrics.ring and parallel_dims.cp_enabled
-            self.tensorboard.add_custom_scalars(
-                custom_scalars(job_config.validation.enable, ring, mixture_names(job_config))
-            )
+            names = mixture_names(job_config)
+            charts = custom_scalars(job_config.validation.enable, self.measures_ring, names)
+            self.tensorboard.add_custom_scalars(charts)
 
     def should_log(self, step: int) -> bool:
         return super().should_log(step) or step == self.job_config.training.steps
@@ -109,11 +108,8 @@ class StripedMetrics(MetricsProcessor):
             self.started = True
             self.interval = Interval()
         self.interval.steps += 1
-        measured = (
-            self.job_config.metrics.ring and self.parallel_dims.cp_enabled and self.should_log(step)
-        )
         self.ring_clock = None
-        if measured:
+        if self.measures_ring and self.should_log(step):
             self.ring_clock = HostRingClock() if device_type == "cpu" else DeviceRingClock()
         with observe(self.ring_clock), signs_of_life(step, self.step_seconds):
             yield
@@ -277,22 +273,18 @@ class StripedMetrics(MetricsProcessor):
 
     def _work(self, interval: Interval, seconds: float, pairs_per_token: float) -> Work:
         """This interval's work of all ranks."""
-        seq_len = self.job_config.training.seq_len
-        flops = Flops.of_model(self.model_args, self.num_flops_per_token, seq_len)
         dims = self.parallel_dims
         tokens = interval.tokens * dims.world_size // dims.non_data_parallel_size
-        causal = flops.per_token_causal(pairs_per_token)
-        return Work(
-            interval.steps, tokens, seconds, tokens * flops.per_token_torchtitan, tokens * causal
-        )
+        flops = self.model_args.shape.training_flops_per_token
+        full_square = tokens * flops(self.job_config.training.seq_len)
+        return Work(interval.steps, tokens, seconds, full_square, tokens * flops(pairs_per_token))
 
     def _ring_times(self) -> RingTimes | None:
         if self.ring_clock is None:
             return None
-        mesh = self.parallel_dims.get_optional_mesh
-        return ring_times(
-            self.ring_clock, self.parallel_dims.get_mesh("cp"), mesh("batch"), self.device
-        )
+        dims = self.parallel_dims
+        batch = dims.get_optional_mesh("batch")
+        return ring_times(self.ring_clock, dims.get_mesh("cp"), batch, self.device)
 
     def _position_scalars(self, positions: LossByPosition, prefix: str) -> dict[str, float]:
         buckets = positions.take(self.parallel_dims.get_optional_mesh("loss"))

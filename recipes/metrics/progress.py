@@ -7,13 +7,9 @@ from collections.abc import Iterator
 
 from recipes.titan import logger
 
-SECONDS_BETWEEN_SIGNS = 60.0
-
 
 @contextlib.contextmanager
-def signs_of_life(
-    step: int, expected_seconds: float | None, every: float = SECONDS_BETWEEN_SIGNS
-) -> Iterator[None]:
+def signs_of_life(step: int, expected_seconds: float | None, every: float = 60.0) -> Iterator[None]:
     """Log how far a step is while it runs.
 
     Args:

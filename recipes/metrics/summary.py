@@ -1,14 +1,14 @@
 """The end of a run: one line for its user, one JSON file for scripts."""
 
 import json
+import operator
 import time
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 FILE = "summary.json"
-_TIME = "%Y%m%d-%H%M%S"
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Work:
     """What all ranks together did between two logs, validation left out.
 
     Attributes:
-        flops, flops_causal: in the two conventions of `recipes.metrics.flops`.
+        flops, flops_causal: see `ModelShape.training_flops_per_token`.
     """
 
     steps: int = 0
@@ -26,13 +26,7 @@ class Work:
     flops_causal: float = 0.0
 
     def __add__(self, other: "Work") -> "Work":
-        return Work(
-            self.steps + other.steps,
-            self.tokens + other.tokens,
-            self.seconds + other.seconds,
-            self.flops + other.flops,
-            self.flops_causal + other.flops_causal,
-        )
+        return Work(*map(operator.add, astuple(self), astuple(other)))
 
 
 class Summary:
@@ -103,7 +97,8 @@ class Summary:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / FILE
         if path.exists():  # of the run before
-            path.rename(folder / f"summary-{time.strftime(_TIME, _changed(path))}.json")
+            changed = time.localtime(path.stat().st_mtime)
+            path.rename(folder / f"summary-{time.strftime('%Y%m%d-%H%M%S', changed)}.json")
         path.write_text(json.dumps(table, indent=2) + "\n")
         ring = table["ring_imbalance"]
         parts = [
@@ -118,10 +113,6 @@ class Summary:
             f"figures in {path}",
         ]
         return "Summary: " + "; ".join(parts)
-
-
-def _changed(path: Path) -> time.struct_time:
-    return time.localtime(path.stat().st_mtime)
 
 
 def _mean(values: list[float]) -> float | None:

@@ -99,15 +99,19 @@ class ModelShape:
         ends = (1 if self.tied else 2) * self.embedding_parameters
         return ends + self.n_layers * self.layer_parameters + self.dim
 
-    def linear_flops_per_token(self) -> float:
-        """Training FLOPs per token outside attention: 6 per parameter that is multiplied with.
+    def training_flops_per_token(self, keys: float) -> float:
+        """FLOPs of a token that is given so many keys, forward and backward, nothing twice.
 
-        The token embedding is looked up, the output projection counts also where they are one
-        matrix. Otherwise this is the linear term of torchtitan's
-        `get_dense_model_nparams_and_flops` (0.2.2).
+        6 per parameter that is multiplied with: the token embedding is looked up, the output
+        projection counts also where they are one matrix. In attention 12 per key, unit of width
+        and layer. torchtitan (0.2.2, `get_dense_model_nparams_and_flops`) gives every token S keys,
+        the full square of attention; "causal" counts the pairs that a token may look at, in its
+        document and the layer's window: at 1M tokens of one document about half of it.
         """
-        layers = self.n_layers * self.layer_parameters
-        return 6.0 * (layers + self.dim + self.embedding_parameters)
+        linear = 6.0 * (
+            self.n_layers * self.layer_parameters + self.dim + self.embedding_parameters
+        )
+        return linear + 3 * self.n_layers * self.attention_forward_flops(1) * keys
 
     def attention_forward_flops(self, pairs: float) -> float:
         """Forward FLOPs of one layer's attention over `pairs` visible (query, key) pairs.

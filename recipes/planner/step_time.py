@@ -146,12 +146,6 @@ def exchange_seconds(run: Run, gpu: Gpu, network_gb_s: float) -> tuple[float, fl
     return once * (2 * query + kv), once * (4 * query + 2 * kv)
 
 
-def link_bytes_per_second(run: Run, gpu: Gpu, network_gb_s: float) -> float:
-    """Slowest link between ring neighbours; tensor-parallel ranks lie inside cp on the mesh."""
-    inside = run.cp * run.tp <= gpu.gpus_per_node
-    return 1e9 * (gpu.p2p_gb_s if inside else network_gb_s)
-
-
 def ring_hop(
     run: Run,
     gpu: Gpu,
@@ -163,7 +157,9 @@ def ring_hop(
     """The ring's hop against its tile; `tiles` are the kernel seconds per step."""
     # Backward: K and V in bf16 and dK, dV in float32.
     size = kv_hop_bytes(run) * (3 if backward else 1)
-    seconds = size / link_bytes_per_second(run, gpu, network_gb_s)
+    # The slowest link between neighbours; tensor-parallel ranks lie inside cp on the mesh.
+    link_gb_s = gpu.p2p_gb_s if run.cp * run.tp <= gpu.gpus_per_node else network_gb_s
+    seconds = size / (1e9 * link_gb_s)
     tile = min(tiles)
     # The hop grows with S/P, the tile with its square, but for a window.
     grows = tile > 0 and window is None
@@ -431,16 +427,12 @@ def _offload_exposed(run: Run, gpu: Gpu, forward_work: float, backward_work: flo
 def _rates(run: Run, gpu: Gpu, parts: dict[str, float], hops: dict[str, Hop]) -> TimePlan:
     seconds = sum(parts.values())
     tokens = run.tokens_per_step / run.gpus
-    linear = run.shape.linear_flops_per_token()
-    # Forward and backward of one layer without recomputation: 3 times the forward.
-    per_pair = 3 * run.shape.n_layers * run.shape.attention_forward_flops(1)
-    causal = linear + per_pair * run.pairs / run.seq_len
-    full_square = linear + per_pair * run.seq_len
+    flops = run.shape.training_flops_per_token
     achieved = tokens / seconds / (gpu.peak_tflops * 1e12)
     return TimePlan(
         parts,
         tokens / seconds,
-        causal * achieved,
-        full_square * achieved,
+        flops(run.pairs / run.seq_len) * achieved,
+        flops(run.seq_len) * achieved,
         hops,
     )

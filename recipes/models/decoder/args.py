@@ -49,10 +49,8 @@ class TransformerModelArgs(titan.TransformerModelArgs):
         torchtitan's own (0.2.2) takes dim / heads for the width of a head, and leaves out an output
         projection that is the embedding.
         """
-        shape = self.shape
-        attention = 3 * shape.n_layers * shape.attention_forward_flops(seq_len)
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        return parameters, int(shape.linear_flops_per_token() + attention)
+        return parameters, int(self.shape.training_flops_per_token(seq_len))
 
 
 def args_of(family: ModelFamily, shape: ModelShape) -> TransformerModelArgs:

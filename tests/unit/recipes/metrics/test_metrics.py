@@ -9,14 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 from torchtitan.models.utils import get_dense_model_nparams_and_flops
 from torchtitan.tools.logging import logger
 
 from recipes.memory.loss import LossHead, build_loss, collect_token_losses
 from recipes.metrics import processor, ring_clock
 from recipes.metrics.charts import custom_scalars, twins
-from recipes.metrics.flops import Flops, visible_pairs
 from recipes.metrics.interval import Interval
 from recipes.metrics.positions import LossByPosition
 from recipes.metrics.progress import signs_of_life
@@ -33,32 +31,19 @@ IGNORE = -100
 
 
 def test_flops_of_both_conventions():
-    # 8B: 7,504,924,672 parameters but for the token embedding (Llama 3, arXiv 2407.21783); 12 *
-    # 32 layers * 4096 wide per pair. At 1M tokens half of the square is 0.86971e12 in all.
-    per_token = 6 * 7_504_924_672 + 12 * 32 * 4096 * 2**20
-    flops = Flops.of_model(flavor("8B"), per_token, 2**20)
-    assert flops.per_pair == 1_572_864
-    assert flops.per_token_torchtitan == pytest.approx(1.6943e12, rel=1e-4)
-    assert flops.per_token_causal((2**20 + 1) / 2) == pytest.approx(8.6966e11, rel=1e-4)
+    # 8B: 6 * 7,504,924,672 parameters but for the token embedding (Llama 3, arXiv 2407.21783), and
+    # 12 * 32 layers * 4096 wide per pair. At 1M tokens half of the square is 0.86971e12 in all.
+    flops = flavor("8B").shape.training_flops_per_token
+    assert flops(0) == 6 * 7_504_924_672
+    assert flops(2**20) == pytest.approx(1.6943e12, rel=1e-4)
+    assert flops((2**20 + 1) / 2) == pytest.approx(8.6966e11, rel=1e-4)
 
 
 def test_flops_are_those_of_torchtitan():
     args = flavor("debugmodel")
-    model = nn.Module()
-    model.tok_embeddings = nn.Embedding(2048, 128)
-    model.rest = nn.Linear(1000, 1000, bias=False)
-    _, per_token = get_dense_model_nparams_and_flops(args, model, 2 * args.shape.head_dim, 512)
-    flops = Flops.of_model(args, per_token, 512)
-    assert flops.linear == 6 * 1_000_000
-    assert flops.per_token_torchtitan == 6 * 1_000_000 + 12 * 4 * 128 * 512
-
-
-def test_pairs_count_documents_as_they_are():
-    shape = flavor("8B").shape
-    assert visible_pairs(shape, None, 2, 8) == 2 * 36
-    # Documents of 3 and 5 tokens, and one of 8; repeated ends are no documents.
-    boundaries = torch.tensor([[0, 3, 8, 8], [0, 8, 8, 8]])
-    assert visible_pairs(shape, boundaries, 2, 8) == (6 + 15) + 36
+    model = Transformer(args)
+    theirs = get_dense_model_nparams_and_flops(args, model, 2 * args.shape.head_dim, 512)
+    assert args.get_nparams_and_flops(model, 512) == theirs
 
 
 def test_pairs_are_those_in_the_windows_of_the_layers():
@@ -70,30 +55,20 @@ def test_pairs_are_those_in_the_windows_of_the_layers():
         for window in (3, None, 6)
     }
     mean = (2 * counted[3] + counted[None] + counted[6]) / 4
-    assert visible_pairs(shape, boundaries, 2, 20) == mean
+    assert shape.visible_pairs(boundaries.diff(dim=1).numpy()) == mean
     assert counted[3] < counted[6] < counted[None]
     one = sum(int(dense_pairs(20, None, 1, window).sum()) for window in (3, None, 6, 3)) / 4
-    assert visible_pairs(shape, None, 2, 20) == 2 * one
+    assert shape.visible_pairs([20, 20]) == 2 * one
 
 
-def test_causal_mfu_counts_windowed_pairs_and_torchtitans_does_not():
-    def flops(windows):
-        args = flavor("debugmodel")
-        args.shape = dataclasses.replace(args.shape, windows=windows)
-        _, per_token = args.get_nparams_and_flops(Transformer(args), 512)
-        interval = Interval()
-        labels = torch.ones(1, 512, dtype=torch.int64)
-        interval.count_batch(args.shape, None, labels, labels, 0.0, mask_documents=False)
-        pairs = interval.over(None, torch.device("cpu")).pairs_per_token
-        return Flops.of_model(args, per_token, 512), pairs
-
-    (whole, all_pairs), (windowed, pairs) = flops((None,)), flops((64, None))
-    assert windowed == whole
-    assert all_pairs == 513 / 2
+def test_causal_mfu_counts_windowed_pairs():
+    shape = dataclasses.replace(flavor("debugmodel").shape, windows=(64, None))
+    interval = Interval()
+    labels = torch.ones(1, 512, dtype=torch.int64)
+    interval.count_batch(shape, None, labels, labels, 0.0, mask_documents=False)
     band = 64 * 65 / 2 + (512 - 64) * 64
+    pairs = interval.over(None, torch.device("cpu")).pairs_per_token
     assert pairs == (513 / 2 + band / 512) / 2
-    saved = whole.per_token_causal(all_pairs) - windowed.per_token_causal(pairs)
-    assert saved == pytest.approx(whole.per_pair * (513 / 2 - band / 512) / 2)
 
 
 def test_loss_by_position_averages_back_to_the_loss():
