@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 # The modules that measure are imported where they are used: --help is not to wait for torch.
 
 # Options that describe one attention call, which a training job describes in its TOML.
-ATTENTION_ALONE = [
-    *("mode", "device", "batch", "heads", "kv_heads", "head_dim", "dtype"),
-    *("documents", "window", "kernel", "rotate_method", "ulysses", "plot"),
-]
+ONE_CALL = (
+    *("device", "batch", "heads", "kv_heads", "head_dim", "dtype"),
+    *("documents", "window", "kernel", "rotate_method", "ulysses"),
+)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -80,7 +80,7 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.settings and not arguments.end_to_end:
         parser.error(f"unrecognized arguments: {' '.join(arguments.settings)}")
-    for name in ATTENTION_ALONE if arguments.end_to_end else ():
+    for name in (*ONE_CALL, "mode", "plot") if arguments.end_to_end else ():
         if getattr(arguments, name) != parser.get_default(name):
             option = name.replace("_", "-")
             parser.error(f"--{option} does not apply to --end-to-end: the job's TOML decides")
@@ -109,19 +109,9 @@ def measure_attention(arguments: argparse.Namespace) -> list[Row]:
     layouts = {name: layout_from_spec(name) for name in arguments.layouts.split(",")}
     cases = [
         Case(
-            device=arguments.device,
             world_size=world_size,
             seq_len=seq_len,
-            batch=arguments.batch,
-            heads=arguments.heads,
-            kv_heads=arguments.kv_heads,
-            head_dim=arguments.head_dim,
-            dtype=arguments.dtype,
-            documents=arguments.documents,
-            kernel=arguments.kernel,
-            rotate_method=arguments.rotate_method,
-            ulysses=arguments.ulysses,
-            window=arguments.window,
+            **{name: getattr(arguments, name) for name in ONE_CALL},
         )
         for world_size, seq_len in product(world_sizes(arguments), arguments.seq_len)
     ]

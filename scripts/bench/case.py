@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -35,9 +36,9 @@ class Case:
     kv_heads: int
     head_dim: int
     dtype: str
-    documents: tuple[int, ...] | None
-    kernel: str
-    rotate_method: str
+    documents: tuple[int, ...] | None = None
+    kernel: str = "auto"
+    rotate_method: str = "ring"
     ulysses: int = 1
     window: int | None = None
 
@@ -74,8 +75,7 @@ class Case:
     def packed(self) -> Documents | None:
         if self.documents is None:
             return None
-        boundaries = [sum(self.documents[:i]) for i in range(len(self.documents) + 1)]
-        return Documents.from_cu_seqlens([boundaries] * self.batch)
+        return Documents.from_cu_seqlens([list(accumulate(self.documents, initial=0))] * self.batch)
 
     def tensors(self, rows: int, rank: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Random query, key, value and output gradient of `rows` tokens, each (B, H, rows, D).
@@ -92,10 +92,6 @@ class Case:
         return random(self.heads), random(self.kv_heads), random(self.kv_heads), random(self.heads)
 
     def chosen_kernel(self) -> Kernel:
-        request = Request(
-            torch.device(self.device).type,
-            DTYPES[self.dtype],
-            self.head_dim,
-            self.documents is not None,
-        )
+        packed = self.documents is not None
+        request = Request(self.device, DTYPES[self.dtype], self.head_dim, packed)
         return choose_kernel(self.kernel, request)

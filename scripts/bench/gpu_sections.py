@@ -10,6 +10,7 @@ import platform
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
@@ -90,9 +91,7 @@ class Sizes:
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
             dtype=self.dtype,
-            documents=None,
             kernel=kernel,
-            rotate_method="ring",
         )
 
 
@@ -224,12 +223,9 @@ def hops(sizes: Sizes) -> Iterator[Row]:
     # The dry run's backend moves nothing.
     backend = "nccl" if sizes.device == "cuda" else "fake"
     if backend == "fake":
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        dist.init_process_group(backend, store=FakeStore(), rank=0, world_size=1)
-    else:
-        store = dist.FileStore(f"{tempfile.mkdtemp()}/store", 1)
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        from torch.testing._internal.distributed import fake_pg  # noqa: F401, registers it
+    store = dist.FileStore(f"{tempfile.mkdtemp()}/store", 1)
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
     kernel = sizes.able(packed=False)[0]
     yardsticks = Yardsticks(sizes.case(kernel, 1, sizes.hop_rows), wall_clock(sizes.device))
     sent = [x.transpose(1, 2).contiguous() for x in yardsticks.tensors[1:3]]
@@ -251,9 +247,7 @@ def hops(sizes: Sizes) -> Iterator[Row]:
             "high_priority": high_priority,
             "nbytes": sum(x.nbytes for x in sent),
             "arrived": arrived,
-            **{
-                f"{name}_s": statistics.median(times[name] for times in rounds[1:]) for name in runs
-            },
+            **{f"{name}_s": statistics.median(r[name] for r in rounds[1:]) for name in runs},
             "ok": arrived or backend == "fake",
         }
 
@@ -305,10 +299,7 @@ def offload(sizes: Sizes) -> Iterator[Row]:
         if offload:
             offload.start()
         for _ in range(4):
-            if offload:
-                with offload.block(y):
-                    y = checkpoint(block, y, use_reentrant=False)
-            else:
+            with offload.block(y) if offload else nullcontext():
                 y = checkpoint(block, y, use_reentrant=False)
         return torch.autograd.grad(y.sum(), x)[0]
 

@@ -132,10 +132,6 @@ def _assembled(query: Tensor, partials: list[Partial]) -> tuple[Tensor, Tensor]:
     return total.out.to(query.dtype), total.lse
 
 
-def _directly(measured: Callable[[], Timing]) -> Timing:
-    return measured()
-
-
 class Samples:
     """What a mode measured, one Timing per repeat; `peak` in bytes by layout.
 
@@ -155,7 +151,7 @@ class Samples:
     def add_yardsticks(
         self,
         yardsticks: Yardsticks,
-        slowest: Callable[[Callable[[], Timing]], Timing] = _directly,
+        slowest: Callable[[Callable[[], Timing]], Timing] = lambda measured: measured(),
     ) -> None:
         self.ideal.append(slowest(yardsticks.ideal))
         self.causal.append(slowest(yardsticks.causal_tile))

@@ -42,8 +42,7 @@ def plot(path: Path, rows: Sequence[Row]) -> None:
                     points = sorted(
                         (row[axis], row[value])
                         for row in rows
-                        if row["layout"] == layout
-                        and row[other] == setting
+                        if (row["layout"], row[other]) == (layout, setting)
                         and row[value] is not None
                     )
                     label = f"{layout}, {'S' if other == 'seq_len' else 'P'} = {setting}"

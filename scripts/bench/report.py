@@ -16,6 +16,8 @@ from .pairs import computed_over_visible
 
 Row = dict[str, Any]
 
+_OF_CASE = ("device", "dtype", "batch", "heads", "kv_heads", "head_dim", "kernel", "rotate_method")
+
 
 def rows_of(case: Case, mode: str, samples: Samples) -> list[Row]:
     """One row per layout. Times in seconds, medians over the repeats; spreads relative to them.
@@ -61,14 +63,7 @@ def rows_of(case: Case, mode: str, samples: Samples) -> list[Row]:
                 "ideal_spread": spread(samples.ideal),
                 "repeats": len(timings),
                 "peak_bytes": samples.peak[name],
-                "device": case.device,
-                "dtype": case.dtype,
-                "batch": case.batch,
-                "heads": case.heads,
-                "kv_heads": case.kv_heads,
-                "head_dim": case.head_dim,
-                "kernel": case.kernel,
-                "rotate_method": case.rotate_method,
+                **{name: getattr(case, name) for name in _OF_CASE},
             }
         )
     return rows
@@ -82,21 +77,8 @@ def write_json(path: Path, rows: Sequence[Row]) -> None:
 
 def table(rows: Sequence[Row]) -> str:
     """Rows for people: times in ms, ratios, peak memory of a rank in MiB."""
-    header = [
-        "layout",
-        "P",
-        "U",
-        "S",
-        "docs",
-        "window",
-        "forward",
-        "backward",
-        "total",
-        "+-",
-        "ideal",
-    ]
-    header += ["alone", "efficiency", "speedup", "limit", "pairs", "MiB"]
-    cells = [header]
+    header = "layout P U S docs window forward backward total +- ideal"
+    cells = [[*header.split(), "alone", "efficiency", "speedup", "limit", "pairs", "MiB"]]
     for row in rows:
         cells.append(
             [
@@ -117,7 +99,7 @@ def table(rows: Sequence[Row]) -> str:
                 f"{row['peak_bytes'] / 2**20:.1f}",
             ]
         )
-    widths = [max(len(line[i]) for line in cells) for i in range(len(header))]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
     return "\n".join(
         "  ".join(
             cell.ljust(width) if i == 0 else cell.rjust(width)

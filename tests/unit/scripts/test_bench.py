@@ -21,8 +21,7 @@ from tests import ROOT
 
 
 def case(**changes):
-    small = Case("cpu", 2, 64, 1, 4, 2, 8, "float32", None, "auto", "ring")
-    return replace(small, **changes)
+    return replace(Case("cpu", 2, 64, 1, 4, 2, 8, "float32"), **changes)
 
 
 def samples():
@@ -194,12 +193,8 @@ def test_command_line(launcher, mode, sizes, tmp_path):
     file = tmp_path / "rows.json"
     shape = ("--seq-len", "96", "--heads", "2", "--kv-heads", "1", "--head-dim", "8")
     lists = (
-        "--world-size",
-        ",".join(map(str, sizes)),
-        "--documents",
-        "64,32",
-        "--layouts",
-        "striped,contiguous",
+        *("--world-size", ",".join(map(str, sizes)), "--documents", "64,32"),
+        *("--layouts", "striped,contiguous"),
     )
     options = ("--mode", mode, "--repeats", "2", "--json", str(file))
     run = subprocess.run(
