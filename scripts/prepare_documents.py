@@ -8,9 +8,9 @@
     torchrun ... --training.dataset_path prepared/chats --documents.loss_on assistant
 
 Every text file, line or row is one document; a column of messages is a conversation, a column of
-token ids is taken as it is. The output is a folder of memory-mapped
-Arrow files and a manifest. A preparation that was interrupted goes on when the same command is
-given again; only a folder with a manifest is finished, and training refuses any other.
+token ids is taken as it is. The output is a folder of memory-mapped Arrow files and a manifest. A
+preparation that was interrupted goes on when the same command is given again; only a folder with a
+manifest is finished, and training refuses any other.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -102,7 +103,7 @@ def run(args: argparse.Namespace) -> None:
     )
     if args.overwrite:
         clear(args.output)
-    with _Progress(settings.files, settings.skip_bad) as progress:
+    with closing(_Progress(settings.files, settings.skip_bad)) as progress:
         manifest = prepare(settings, args.output, args.workers, progress.update)
     print_summary(args.output, args.seq_len)
     if manifest["bad_documents"]:
@@ -133,10 +134,7 @@ class _Progress:
         self._documents = self._tokens = self._bad = 0
         self._skip_bad = skip_bad  # without it the first one ends the preparation, and is told then
 
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
+    def close(self) -> None:
         self._bar.close()
 
     def update(self, document: Result) -> None:
