@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from recipes.config.schema import Rope
-from recipes.models.decoder.rope import longest_sequence
+from recipes.models.decoder.rope import attention_temperature, longest_sequence
 
 # What transformers assumes where a file does not say.
 _DEFAULT_THETA = 10_000.0
@@ -18,16 +18,17 @@ _DEFAULT_MAX_POSITIONS = 2048
 _YARN_BETA_FAST, _YARN_BETA_SLOW = 32.0, 1.0
 
 # The fields of `[rope]` that decide the rotations, by scaling.
+_UNSCALED = ("theta", "scaling")
+_RAMP = (
+    "scaling_factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+)
 FIELDS = {
-    "none": ("theta", "scaling"),
-    "llama3": (
-        *("theta", "scaling", "scaling_factor", "low_freq_factor", "high_freq_factor"),
-        "original_max_position_embeddings",
-    ),
-    "yarn": (
-        *("theta", "scaling", "scaling_factor", "low_freq_factor", "high_freq_factor"),
-        *("original_max_position_embeddings", "attention_temperature"),
-    ),
+    "none": _UNSCALED,
+    "llama3": (*_UNSCALED, *_RAMP),
+    "yarn": (*_UNSCALED, *_RAMP, "attention_temperature"),
 }
 
 
@@ -80,7 +81,7 @@ def _yarn(rope: Rope, table: dict[str, Any], stretch: float) -> Rope:
     rope.scaling_factor = float(table.get("factor") or stretch)
     rope.high_freq_factor = float(table.get("beta_fast") or _YARN_BETA_FAST)
     rope.low_freq_factor = float(table.get("beta_slow") or _YARN_BETA_SLOW)
-    usual = 0.1 * math.log(max(rope.scaling_factor, 1.0)) + 1.0
+    usual = attention_temperature(dataclasses.replace(rope, attention_temperature=True))
     factor = table.get("attention_factor")
     factor = usual if factor is None else float(factor)
     if not math.isclose(factor, usual, rel_tol=1e-6) and factor != 1.0:

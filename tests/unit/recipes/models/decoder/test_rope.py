@@ -1,7 +1,6 @@
 """RoPE: frequencies and cos/sin against Hugging Face, only local positions, refusals."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from recipes.config.schema import Rope
 from recipes.models.decoder.rope import (
     apply_rotations,
     attention_temperature,
@@ -17,63 +17,31 @@ from recipes.models.decoder.rope import (
     longest_sequence,
     rotations,
 )
+from recipes.models.decoder.rope_config import write_rope
 from recipes.models.llama3 import LLAMA3
 
 HEAD_DIM = 128
 
 
-def rope(**changes):
-    settings = {
-        "theta": 500_000.0,
-        "scaling": "llama3",
-        "scaling_factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-        "attention_temperature": True,
-        "extrapolate": False,
-    }
-    return SimpleNamespace(**(settings | changes))
-
-
-def hugging_face_config(settings, head_dim=HEAD_DIM):
-    parameters = {"rope_theta": settings.theta, "rope_type": "default"}
-    if settings.scaling == "llama3":
-        parameters |= {
-            "rope_type": "llama3",
-            "factor": settings.scaling_factor,
-            "low_freq_factor": settings.low_freq_factor,
-            "high_freq_factor": settings.high_freq_factor,
-            "original_max_position_embeddings": settings.original_max_position_embeddings,
-        }
-    if settings.scaling == "yarn":
-        parameters |= {
-            "rope_type": "yarn",
-            "factor": settings.scaling_factor,
-            "beta_slow": settings.low_freq_factor,
-            "beta_fast": settings.high_freq_factor,
-            "original_max_position_embeddings": settings.original_max_position_embeddings,
-        }
-        if not settings.attention_temperature:
-            parameters["attention_factor"] = 1.0
+def hugging_face_config(settings):
     return LlamaConfig(
-        hidden_size=4 * head_dim,
+        hidden_size=4 * HEAD_DIM,
         num_attention_heads=4,
         max_position_embeddings=2**20,
-        rope_parameters=parameters,
+        **write_rope(settings),
     )
 
 
 SETTINGS = {
-    "llama-3": rope(scaling="none"),
-    "gradient-1m": rope(scaling="none", theta=2.8e9),
-    "llama-3.1": rope(),
-    "llama-3.2": rope(scaling_factor=32.0),
-    "ultralong-1m": rope(scaling="yarn", scaling_factor=128.0),
-    "ultralong-1m, no temperature": rope(
+    "llama-3": Rope(scaling="none"),
+    "gradient-1m": Rope(scaling="none", theta=2.8e9),
+    "llama-3.1": Rope(),
+    "llama-3.2": Rope(scaling_factor=32.0),
+    "ultralong-1m": Rope(scaling="yarn", scaling_factor=128.0),
+    "ultralong-1m, no temperature": Rope(
         scaling="yarn", scaling_factor=128.0, attention_temperature=False
     ),
-    "yarn paper": rope(scaling="yarn", scaling_factor=16.0, high_freq_factor=32.0, theta=10000.0),
+    "yarn paper": Rope(scaling="yarn", scaling_factor=16.0, high_freq_factor=32.0, theta=10000.0),
 }
 
 
@@ -93,7 +61,7 @@ def test_frequencies_and_temperature_equal_hugging_face(name):
 
 def test_literal_values():
     """Values worked out by hand: the fastest pair is kept, the slowest stretched."""
-    llama3 = inverse_frequencies(rope(), HEAD_DIM)
+    llama3 = inverse_frequencies(Rope(), HEAD_DIM)
     assert llama3[0] == 1.0
     assert llama3[-1].item() == pytest.approx(500_000 ** (-126 / 128) / 8)
     assert attention_temperature(SETTINGS["ultralong-1m"]) == pytest.approx(1.4852030264)
@@ -128,9 +96,9 @@ def test_rotation_equals_hugging_face(name, rows):
 def test_far_positions_are_exact():
     """Position 131071 and 2**20 - 1 against float64, whatever dtype the model trains in."""
     positions = torch.tensor([[131_071, 2**20 - 1]])
-    table = rotations(rope(), HEAD_DIM, positions)
+    table = rotations(Rope(), HEAD_DIM, positions)
     assert table.dtype == torch.complex64
-    angles = positions.double()[0, :, None] * inverse_frequencies(rope(), HEAD_DIM)
+    angles = positions.double()[0, :, None] * inverse_frequencies(Rope(), HEAD_DIM)
     expected = torch.polar(torch.ones_like(angles), angles)
     torch.testing.assert_close(table[0, :, 0].to(torch.complex128), expected, rtol=0, atol=1e-6)
 
@@ -142,7 +110,7 @@ def test_rotation_is_relative():
 
     def score(query_position, key_position):
         def rotate(x, p):
-            return apply_rotations(x, rotations(rope(), HEAD_DIM, torch.tensor([[p]])), False)
+            return apply_rotations(x, rotations(Rope(), HEAD_DIM, torch.tensor([[p]])), False)
 
         return (rotate(q, query_position) * rotate(k, key_position)).sum()
 
@@ -151,8 +119,8 @@ def test_rotation_is_relative():
 
 def test_only_local_positions_are_computed():
     """A striped rank of 4 holds 4 of 16 rows, equal to those rows of the full table."""
-    full = rotations(rope(), 16, torch.arange(16)[None])
-    local = rotations(rope(), 16, torch.arange(1, 16, 4)[None])
+    full = rotations(Rope(), 16, torch.arange(16)[None])
+    local = rotations(Rope(), 16, torch.arange(1, 16, 4)[None])
     assert local.shape == (1, 4, 1, 8)
     assert local.untyped_storage().nbytes() == 4 * 8 * 8
     torch.testing.assert_close(local, full[:, 1::4], rtol=0, atol=0)
@@ -160,7 +128,7 @@ def test_only_local_positions_are_computed():
 
 def test_bfloat16_activations_keep_their_dtype():
     x = torch.randn(1, 4, 2, 16).bfloat16()
-    out = apply_rotations(x, rotations(rope(), 16, torch.arange(4)[None]), halves=False)
+    out = apply_rotations(x, rotations(Rope(), 16, torch.arange(4)[None]), halves=False)
     assert out.dtype == torch.bfloat16
     assert torch.equal(out[:, 0], x[:, 0])
 
@@ -168,12 +136,12 @@ def test_bfloat16_activations_keep_their_dtype():
 @pytest.mark.parametrize(
     ("settings", "longest"),
     [
-        (rope(scaling="none"), 8192),
-        (rope(), 131_072),
-        (rope(scaling="yarn", scaling_factor=32.0), 262_144),
-        (rope(scaling="yarn", scaling_factor=128.0), 1_048_576),
+        (Rope(scaling="none"), 8192),
+        (Rope(), 131_072),
+        (Rope(scaling="yarn", scaling_factor=32.0), 262_144),
+        (Rope(scaling="yarn", scaling_factor=128.0), 1_048_576),
         # 8192 * 30.592 ** (126 / 128), for Gradient's first stage of 65536 tokens.
-        (rope(scaling="none", theta=15.296e6), 237_568),
+        (Rope(scaling="none", theta=15.296e6), 237_568),
     ],
 )
 def test_longest_sequence(settings, longest):
@@ -185,8 +153,8 @@ def test_longest_sequence(settings, longest):
 
 def test_longer_sequences_are_refused_unless_wanted():
     with pytest.raises(ValueError, match=r"seq_len = 1048576 .* 131072 .*rope\.extrapolate = true"):
-        check_sequence_length(rope(), HEAD_DIM, LLAMA3.theta, 2**20)
-    check_sequence_length(rope(extrapolate=True), HEAD_DIM, LLAMA3.theta, 2**20)
+        check_sequence_length(Rope(), HEAD_DIM, LLAMA3.theta, 2**20)
+    check_sequence_length(Rope(extrapolate=True), HEAD_DIM, LLAMA3.theta, 2**20)
 
 
 def test_published_lengths_are_within_reach():
@@ -196,5 +164,5 @@ def test_published_lengths_are_within_reach():
         (8e6, 65_536), (1.28e8, 524_288),
     ]  # fmt: skip
     for theta, length in published:
-        check_sequence_length(rope(scaling="none", theta=theta), HEAD_DIM, LLAMA3.theta, length)
-    assert math.isclose(longest_sequence(rope(scaling="none"), HEAD_DIM, LLAMA3.theta), 8192)
+        check_sequence_length(Rope(scaling="none", theta=theta), HEAD_DIM, LLAMA3.theta, length)
+    assert math.isclose(longest_sequence(Rope(scaling="none"), HEAD_DIM, LLAMA3.theta), 8192)
