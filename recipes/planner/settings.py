@@ -44,16 +44,7 @@ def run_to_search(config: StripedJobConfig, gpus: int, gpu: Gpu) -> tuple[Run, i
         another number of GPUs.
     """
     written = _as_written(config, gpu, ())
-    anywhere = replace(
-        written,
-        dp_replicate=1,
-        dp_shard=gpus,
-        cp=1,
-        ulysses=1,
-        tp=1,
-        pp=1,
-        pp_microbatch=1,
-    )
+    anywhere = replace(written, dp_replicate=1, dp_shard=gpus, cp=1, ulysses=1, tp=1, pp=1)
     total = config.training.global_batch_size
     if total != -1:
         return anywhere, total

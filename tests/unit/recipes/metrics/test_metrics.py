@@ -112,8 +112,6 @@ def test_a_pipeline_stage_without_losses_adds_nothing():
 
 @pytest.mark.parametrize("chunk_tokens", [0, 5])
 def test_token_losses_are_those_of_the_loss(chunk_tokens):
-    from recipes.preflight import load_config
-
     torch.manual_seed(0)
     hidden, labels = torch.randn(2, 7, 4), torch.randint(0, 11, (2, 7))
     labels[0, 3] = IGNORE
