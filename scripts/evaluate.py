@@ -13,7 +13,6 @@ docs/reference/evaluation.md describes the measures and the files.
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from pathlib import Path
 
@@ -70,11 +69,8 @@ def arguments(argv: list[str]) -> list[str]:
 
 def be_alone() -> None:
     """What torchrun sets, for one process without it."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # any that is free
 
 
 if __name__ == "__main__":

@@ -86,11 +86,8 @@ def _meanings(schema: type) -> dict[str, str]:
 
 
 def _kind(kind: Any) -> str:
-    return (
-        kind.__name__
-        if isinstance(kind, type) and not hasattr(kind, "__args__")
-        else (str(kind).replace("typing.", ""))
-    )
+    plain = isinstance(kind, type) and not hasattr(kind, "__args__")
+    return kind.__name__ if plain else str(kind).replace("typing.", "")
 
 
 def _default(field: Field) -> str:
