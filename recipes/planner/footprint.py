@@ -11,7 +11,7 @@ the largest of the three. All functions return bytes.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from recipes.planner.run import Run
 
@@ -115,23 +115,17 @@ def in_flight_microbatches(run: Run) -> float:
 def checkpoint_bytes(run: Run) -> float:
     """What one layer keeps on the GPU from forward to backward, for one microbatch."""
     shape, levers = run.shape, run.levers
-    mode = levers.checkpointing
-    if mode.startswith("every_"):
-        share = 1 / int(mode.removeprefix("every_"))
-        full = replace(run, levers=replace(levers, checkpointing="full"))
-        none = replace(run, levers=replace(levers, checkpointing="none"))
-        return share * checkpoint_bytes(full) + (1 - share) * checkpoint_bytes(none)
-    if mode == "none":
-        width = 4 * shape.dim + 2 * shape.query_dim + 2 * shape.kv_dim
-        width += 4 * shape.ffn_dim if not levers.mlp_chunk_tokens else 0
-    elif mode == "full":
-        width = shape.dim + (0 if levers.recompute_attention else shape.query_dim)
-        width = 0 if levers.offload_checkpoints else width
-    else:
+    attention = 0 if levers.recompute_attention else shape.query_dim
+    if levers.checkpointing == "selective":
         # Beside the block input, every second matrix product is kept: wq, wv, w1, w2. w2's output
         # is a partial sum over tensor-parallel ranks, as wide as the model.
-        width = shape.dim + shape.query_dim + shape.kv_dim + shape.ffn_dim + shape.dim * run.tp
-        width += 0 if levers.recompute_attention else shape.query_dim
+        products = shape.query_dim + shape.kv_dim + shape.ffn_dim + shape.dim * run.tp
+        width = float(shape.dim + products + attention)
+    else:
+        whole = 0 if levers.offload_checkpoints else shape.dim + attention
+        none = 4 * shape.dim + 2 * shape.query_dim + 2 * shape.kv_dim
+        none += 0 if levers.mlp_chunk_tokens else 4 * shape.ffn_dim
+        width = levers.whole_blocks * whole + (1 - levers.whole_blocks) * none
     return _BF16 * width * run.microbatch * run.local_tokens / run.tp
 
 

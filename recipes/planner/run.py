@@ -23,7 +23,8 @@ class Levers:
     """What trades time for memory; the names are those of the TOML sections.
 
     Attributes:
-        checkpointing: "none", "full" or "selective" (torchtitan's selective "op" policy).
+        checkpointing: "none", "full", "selective" (torchtitan's selective "op" policy), or
+            "every_N": every N-th layer.
         recompute_attention: run the ring again in the backward pass instead of keeping its output.
         offload_checkpoints: checkpointed block inputs wait in host memory.
         loss_chunk_tokens: tokens whose logits exist at once; 0: all of this rank's.
@@ -35,6 +36,12 @@ class Levers:
     offload_checkpoints: bool = False
     loss_chunk_tokens: int = 2048
     mlp_chunk_tokens: int = 0
+
+    @property
+    def whole_blocks(self) -> float:
+        """Share of the layers of which only the input is kept."""
+        every = self.checkpointing.removeprefix("every_")
+        return 1 / int(every) if every.isdecimal() else float(every == "full")
 
 
 @dataclass(frozen=True)

@@ -59,12 +59,8 @@ def _meshes(run: Run, sequences: int | None, gpu: Gpu) -> Iterator[Run]:
 
     Tensor parallelism stays inside a node.
     """
-    degrees = product(
-        _divisors(gpu.gpus_per_node),
-        _divisors(run.gpus),
-        _divisors(run.gpus),
-    )
-    for tp, pp, cp in degrees:
+    divisors = _divisors(run.gpus)
+    for tp, pp, cp in product(_divisors(gpu.gpus_per_node), divisors, divisors):
         data_parallel, rest = divmod(run.gpus, tp * pp * cp)
         # A pipeline needs as many microbatches as it has stages.
         total = sequences or run.local_batch * pp * data_parallel

@@ -236,13 +236,9 @@ def linear_flops_per_second(run: Run, gpu: Gpu) -> float:
 
 def recomputed_shares(run: Run) -> tuple[float, float]:
     """Shares of a layer's linear and element-wise forward work that the backward pass repeats."""
-    shape, mode = run.shape, run.levers.checkpointing
-    linear = elementwise = 0.0
-    if mode == "full":
-        linear = elementwise = 1.0
-    elif mode.startswith("every_"):
-        linear = elementwise = 1 / int(mode.removeprefix("every_"))
-    elif mode == "selective":
+    shape = run.shape
+    linear = elementwise = run.levers.whole_blocks
+    if run.levers.checkpointing == "selective":
         # wk, wo and w3 are repeated, every second product kept.
         repeated = shape.dim * (shape.kv_dim + shape.query_dim + shape.ffn_dim)
         linear = repeated / (shape.attention_matrix_parameters + shape.mlp_matrix_parameters)
@@ -397,10 +393,10 @@ def plan_time(run: Run, gpu: Gpu, network_gb_s: float) -> TimePlan:
 
 def ring_repeats(run: Run) -> float:
     """How often the backward pass repeats the attention forward."""
-    mode = run.levers.checkpointing
-    if mode == "none" or not run.levers.recompute_attention:
+    levers = run.levers
+    if not levers.recompute_attention:
         return 0.0
-    return 1 / int(mode.removeprefix("every_")) if mode.startswith("every_") else 1.0
+    return 1.0 if levers.checkpointing == "selective" else levers.whole_blocks
 
 
 def _fsdp_exposed(
