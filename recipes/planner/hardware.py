@@ -205,4 +205,6 @@ def gpu_from_device_name(device_name: str) -> str | None:
     lowered = device_name.lower()
     if "h100" in lowered and "96gb" in lowered:
         return "h100-96"
+    if "gh200" in lowered:  # an H100 with memory and links of its own
+        return None
     return next((key for key in ("a100", "h100", "h200", "b200", "mi300x") if key in lowered), None)

@@ -324,6 +324,7 @@ def test_impossible_runs_are_refused(changes, message):
 def test_names_of_gpus_and_networks():
     assert gpu_from_device_name("NVIDIA H100 80GB HBM3") == "h100"
     assert gpu_from_device_name("AMD Instinct MI300X") == "mi300x"
+    assert gpu_from_device_name("NVIDIA GH200 480GB") is None
     assert gpu_from_device_name("CPU") is None
     with pytest.raises(ValueError, match='"h10": unknown; known: a100, h100'):
         find_gpu("h10")
