@@ -140,11 +140,10 @@ class StripedMetrics(MetricsProcessor):
             for flops in (work.flops, work.flops_causal)
         )
         self.step_seconds = seconds / interval.steps
-        if self.device.type != "cpu" and not self.told_of_wait:
-            warning = wait_warning(ring, self.step_seconds)
-            self.told_of_wait = warning is not None
-            if warning is not None:
-                logger.warning(warning)
+        warning = wait_warning(ring, self.step_seconds)
+        if warning is not None and self.device.type != "cpu" and not self.told_of_wait:
+            self.told_of_wait = True
+            logger.warning(warning)
         seconds_left = self.step_seconds * (self.job_config.training.steps - step)
         metrics = {
             "loss_metrics/global_avg_loss": global_avg_loss,

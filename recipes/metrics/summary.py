@@ -6,6 +6,7 @@ import time
 from dataclasses import astuple, dataclass
 from datetime import timedelta
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 FILE = "summary.json"
@@ -72,6 +73,7 @@ class Summary:
         total = self.first + self.rest
         steady = self.rest if self.rest.steps else self.first
         per_rank = steady.seconds * self.world_size
+        imbalances = self.imbalances[1:] or self.imbalances
         return {
             "steps": total.steps,
             "tokens": total.tokens,
@@ -83,7 +85,7 @@ class Summary:
             "mfu_percent": 100 * steady.flops / (per_rank * self.peak_flops),
             "mfu_causal_percent": 100 * steady.flops_causal / (per_rank * self.peak_flops),
             "peak_memory_gib": self.peak_memory_gib,
-            "ring_imbalance": _mean(self.imbalances[1:] or self.imbalances),
+            "ring_imbalance": fmean(imbalances) if imbalances else None,
             "loss": self.loss,
             "validation_loss": self.validation_loss,
             "kernel": self.kernel,
@@ -113,7 +115,3 @@ class Summary:
             f"figures in {path}",
         ]
         return "Summary: " + "; ".join(parts)
-
-
-def _mean(values: list[float]) -> float | None:
-    return sum(values) / len(values) if values else None

@@ -32,7 +32,6 @@ from .measure import Yardsticks, peak_memory, wall_clock
 from .report import Row, rows_of
 from .training import train
 
-LAYOUTS = ("striped", "headtail", "contiguous")
 DENSE = ("flash", "cudnn", "fa3", "fa4")
 CHECKPOINTS = ("--activation_checkpoint.mode", "full")
 LEVERS: dict[str, tuple[str, ...]] = {
@@ -328,7 +327,7 @@ def flex(sizes: Sizes) -> Iterator[Row]:
 
 def rings(sizes: Sizes) -> Iterator[Row]:
     """Every tile of larger rings, three layouts, with and without documents."""
-    layouts = {name: layout_from_spec(name) for name in LAYOUTS}
+    layouts = {name: layout_from_spec(name) for name in ("striped", "headtail", "contiguous")}
     # Fewer heads: the ratios are the same.
     small = replace(sizes, heads=8, kv_heads=2)
     for world_size, local, repeats in sizes.rings:
