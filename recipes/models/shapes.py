@@ -71,14 +71,14 @@ class ModelShape:
         return self.n_kv_heads * self.head_dim
 
     @property
-    def attention_matrix_parameters(self) -> int:
-        """Parameters of wq, wk, wv and wo of one layer."""
-        return self.dim * (2 * self.query_dim + 2 * self.kv_dim)
-
-    @property
     def mlp_matrix_parameters(self) -> int:
         """Parameters of w1, w2 and w3 of one layer."""
         return 3 * self.dim * self.ffn_dim
+
+    @property
+    def matrix_parameters(self) -> int:
+        """Parameters of all matrices of one layer: those of the MLP, wq, wk, wv and wo."""
+        return self.mlp_matrix_parameters + self.dim * (2 * self.query_dim + 2 * self.kv_dim)
 
     @property
     def layer_parameters(self) -> int:
@@ -86,7 +86,7 @@ class ModelShape:
         vectors = 2 * self.dim
         vectors += 2 * self.head_dim * self.qk_norm
         vectors += (self.query_dim + 2 * self.kv_dim) * self.qkv_bias
-        return self.attention_matrix_parameters + self.mlp_matrix_parameters + vectors
+        return self.matrix_parameters + vectors
 
     @property
     def embedding_parameters(self) -> int:

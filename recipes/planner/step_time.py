@@ -220,20 +220,6 @@ def ring_time(
     return seconds, (there, back)
 
 
-@dataclass(frozen=True)
-class LayerTime:
-    """Computation of one layer and microbatch in seconds."""
-
-    linear_forward: float
-    linear_recompute: float
-    elementwise_forward: float
-    elementwise_recompute: float
-
-
-def linear_flops_per_second(run: Run, gpu: Gpu) -> float:
-    return 1e12 * gpu.matmul_tflops * LINEAR_SHARE * (FLOAT8_SPEEDUP if run.float8 else 1)
-
-
 def recomputed_shares(run: Run) -> tuple[float, float]:
     """Shares of a layer's linear and element-wise forward work that the backward pass repeats."""
     shape = run.shape
@@ -241,30 +227,26 @@ def recomputed_shares(run: Run) -> tuple[float, float]:
     if run.levers.checkpointing == "selective":
         # wk, wo and w3 are repeated, every second product kept.
         repeated = shape.dim * (shape.kv_dim + shape.query_dim + shape.ffn_dim)
-        linear = repeated / (shape.attention_matrix_parameters + shape.mlp_matrix_parameters)
+        linear = repeated / shape.matrix_parameters
         elementwise = 1.0
     if run.levers.mlp_chunk_tokens:
         # Every chunk is recomputed once more while it runs backward.
-        linear += shape.mlp_matrix_parameters / (
-            shape.attention_matrix_parameters + shape.mlp_matrix_parameters
-        )
+        linear += shape.mlp_matrix_parameters / shape.matrix_parameters
     return linear, elementwise
 
 
-def layer_time(run: Run, gpu: Gpu) -> LayerTime:
-    """Linear and element-wise work of one layer and microbatch on one GPU."""
+def layer_seconds(run: Run, gpu: Gpu) -> tuple[float, float]:
+    """Linear and element-wise forward work of one layer and microbatch on one GPU."""
     shape = run.shape
     tokens = run.microbatch * run.local_tokens / run.tp
-    matrices = shape.attention_matrix_parameters + shape.mlp_matrix_parameters
-    linear = 2 * matrices * tokens / linear_flops_per_second(run, gpu)
+    rate = 1e12 * gpu.matmul_tflops * LINEAR_SHARE * (FLOAT8_SPEEDUP if run.float8 else 1)
+    linear = 2 * shape.matrix_parameters * tokens / rate
     # bf16 elements read and written per token: two norms, two residual additions; SiLU, product
     # (fused when compiled); rotation of q and k, in float32 when not compiled.
     moved = _BF16 * (2 * 2 + 2 * 3) * shape.dim
     moved += _BF16 * (3 if run.compiled else 5) * shape.ffn_dim
     moved += (2 * _BF16 if run.compiled else 20) * (shape.query_dim + shape.kv_dim)
-    elementwise = moved * tokens / (gpu.hbm_gb_s * 1e9 * HBM_SHARE)
-    linear_share, elementwise_share = recomputed_shares(run)
-    return LayerTime(linear, linear_share * linear, elementwise, elementwise_share * elementwise)
+    return linear, moved * tokens / (gpu.hbm_gb_s * 1e9 * HBM_SHARE)
 
 
 def fsdp_seconds(run: Run, gpu: Gpu, network_gb_s: float) -> tuple[float, float, float]:
@@ -345,25 +327,17 @@ def plan_time(run: Run, gpu: Gpu, network_gb_s: float) -> TimePlan:
         )
     )
     exchange_forward, exchange_backward = exchange_seconds(run, gpu, network_gb_s)
-    layer = layer_time(run, gpu)
+    linear, elementwise = layer_seconds(run, gpu)
+    linear_again, elementwise_again = recomputed_shares(run)
     repeats = ring_repeats(run)
-    tp_one_way = tp_seconds(run, gpu)
-    tp_exposed = tp_one_way * (2 + recomputed_shares(run)[0])
+    tp_exposed = tp_seconds(run, gpu) * (2 + linear_again)
     if run.async_tp:
-        tp_exposed = max(0.0, tp_exposed - 3 * layer.linear_forward)
+        tp_exposed = max(0.0, tp_exposed - 3 * linear)
     attention = (1 + repeats) * ring.forward + ring.backward
     merging = (1 + repeats) * ring.merge_forward + ring.merge_backward
-    forward_work = (
-        ring.forward + ring.merge_forward + layer.linear_forward + layer.elementwise_forward
-    )
-    total_work = (
-        attention
-        + merging
-        + 3 * layer.linear_forward
-        + layer.linear_recompute
-        + 3 * layer.elementwise_forward
-        + layer.elementwise_recompute
-    )
+    repeated = linear_again * linear, elementwise_again * elementwise
+    forward_work = ring.forward + ring.merge_forward + linear + elementwise
+    total_work = attention + merging + 3 * linear + repeated[0] + 3 * elementwise + repeated[1]
     backward_work = total_work - forward_work
 
     passes = run.microbatches * run.gradient_accumulation
@@ -372,8 +346,8 @@ def plan_time(run: Run, gpu: Gpu, network_gb_s: float) -> TimePlan:
     parts = {
         "attention kernels": per_step * attention,
         "ring merging": per_step * merging,
-        "linear layers": per_step * (3 * layer.linear_forward + layer.linear_recompute),
-        "element-wise": per_step * (3 * layer.elementwise_forward + layer.elementwise_recompute),
+        "linear layers": per_step * (3 * linear + repeated[0]),
+        "element-wise": per_step * (3 * elementwise + repeated[1]),
         "loss": passes * (loss_linear + loss_elementwise),
         "exposed ring": per_step * ((1 + repeats) * ring.exposed_forward + ring.exposed_backward),
         "head exchange": per_step * ((1 + repeats) * exchange_forward + exchange_backward),
@@ -385,10 +359,8 @@ def plan_time(run: Run, gpu: Gpu, network_gb_s: float) -> TimePlan:
     # Everything but the optimizer and the once-per-step FSDP traffic waits in the bubble.
     busy = sum(parts.values()) - parts["optimizer"] - (parts["exposed FSDP"] if run.pp > 1 else 0)
     parts["pipeline bubble"] = bubble_share(run) * busy
-    tightest = min(hops, key=lambda pair: pair[0].tile_seconds)
-    return _rates(
-        run, gpu, parts, {"forward": tightest[0], "backward": tightest[1]} if run.ring > 1 else {}
-    )
+    tightest = min(hops, key=lambda pair: pair[0].tile_seconds) if run.ring > 1 else ()
+    return _rates(run, gpu, parts, dict(zip(("forward", "backward"), tightest, strict=False)))
 
 
 def ring_repeats(run: Run) -> float:
