@@ -72,12 +72,14 @@ def inspect(args: argparse.Namespace, overrides: list[str]) -> None:
     loader = build_dataloader(1, 0, tokenizer, config)
     for text in sequences_text(loader, tokenizer, args.sequences):
         print(text, end="\n\n")
-    names = [member.name for member in loader.members]
-    found = [document_lengths(member, tokenizer) for member in loader.members]
-    for name, (lengths, which) in zip(names, found, strict=True):
-        print(lengths_text(name, lengths, which), end="\n\n")
-    if args.png:
-        draw(args.png, dict(zip(names, (n for n, _ in found), strict=True)), loader.seq_len)
+    drawn = {}
+    for member in loader.members:
+        lengths, which = document_lengths(member, tokenizer)
+        print(lengths_text(member.name, lengths, which), end="\n\n")
+        if len(lengths):
+            drawn[member.name] = lengths
+    if args.png and drawn:
+        draw(args.png, drawn, loader.seq_len)
         print(f"wrote {args.png}")
 
 

@@ -118,6 +118,8 @@ def document_lengths(member: Member, tokenizer: Any) -> tuple[np.ndarray, str]:
 
 def lengths_text(name: str, lengths: np.ndarray, which: str) -> str:
     """A histogram of document lengths."""
+    if not len(lengths):
+        return f"{name}: no documents ({which}), min_tokens and max_tokens leave all of them out"
     total = int(lengths.sum())
     lines = [
         f"{name}: {len(lengths):,} documents ({which}), {total:,} tokens, longest "

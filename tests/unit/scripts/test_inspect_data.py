@@ -1,9 +1,12 @@
 """scripts/inspect_data.py: what it prints of sequences, sources and lengths, and its picture."""
 
+from dataclasses import replace
+
 import inspect_data
 import pytest
 import torch
 
+from recipes.data import inspection
 from recipes.data.inspection import document_lengths, lengths_text, sequences_text
 from recipes.data.loader import DocumentLoader
 from recipes.data.sources import FileSource
@@ -82,6 +85,14 @@ def test_lengths_are_those_of_the_documents_that_are_read(loader):
         ["32", "to", "63", "0"],
         ["64", "to", "127", "1"],
     ]
+
+
+def test_a_source_whose_first_documents_are_all_left_out(loader, monkeypatch):
+    monkeypatch.setattr(inspection, "_COUNTED_DOCUMENTS", 1)
+    lengths, which = document_lengths(replace(loader.members[0], min_tokens=50), Decoding())
+    assert lengths_text("a", lengths, which) == (
+        "a: no documents (the first 1), min_tokens and max_tokens leave all of them out"
+    )
 
 
 def test_the_command(tmp_path, capsys):
