@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from recipes.checkpoint.lock import hold_folder
 from recipes.config.schema import StripedJobConfig
 from recipes.preflight import load_config
-from recipes.process import faults, preemption
+from recipes.process import faults, signals
 from recipes.process.quiet import quieten
 from recipes.titan import logger
 
@@ -41,9 +41,9 @@ def main(args: Sequence[str]) -> None:
 
     try:
         _train(config)
-    except preemption.Preempted as stop:
+    except signals.Preempted as stop:
         dist.destroy_process_group()
-        faults.end(stop.message, preemption.EXIT_STATUS)
+        faults.end(stop.message, signals.EXIT_STATUS)
     except (Exception, CheckpointException) as error:
         faults.leave(error, rank, debug)
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""torchtitan's checkpointer (0.2.2) where it would lose work: names, branches, saves on request."""
+"""torchtitan's checkpointer (0.2.2) where it would lose work: names, branches, preemption."""
 
 import errno
 import json
@@ -20,7 +20,7 @@ from recipes.checkpoint.files import (
     load_error,
     step_folders,
 )
-from recipes.process.preemption import Preempted
+from recipes.process.signals import Preempted
 from recipes.titan import device_module, logger
 from recipes.titan.patches import safetensors_format_named
 

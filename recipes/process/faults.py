@@ -211,7 +211,7 @@ def wait_for_launcher() -> None:
     """Let torchrun stop this rank, without a failure of its own in the summary."""
     logger.handlers.clear()
     signal.signal(signal.SIGTERM, lambda *_: _exit(0))
-    from recipes.process.preemption import requested
+    from recipes.process.signals import requested
 
     if requested():  # torchrun has stopped it already
         _exit(0)

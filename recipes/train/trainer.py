@@ -31,7 +31,7 @@ from recipes.metrics.reduce import max_over, sum_over
 from recipes.parallel.agreement import check_agreement, settings_and_code
 from recipes.parallel.ring import give_ring_its_groups
 from recipes.parallel.startup_check import run_startup_check
-from recipes.process import faults, preemption
+from recipes.process import faults, signals
 from recipes.titan import IGNORE_INDEX, ParallelDims, cpu_host, dist_utils, logger
 from recipes.titan.patches import checkpointer, own_store
 from recipes.train.kernel import select_run_kernel
@@ -96,7 +96,7 @@ class StripedTrainer(Trainer):
         if self.first_step is None:
             self._begin()
         more = super().should_continue_training()
-        if more and preemption.agreed(self.device):
+        if more and signals.agreed(self.device):
             self.checkpointer.save_and_leave(self.step, self.step > self.first_step)
         return more
 

@@ -5,7 +5,7 @@ import signal
 import sys
 
 from recipes.launch import main
-from recipes.process import preemption
+from recipes.process import signals
 from recipes.train.trainer import StripedTrainer
 
 _train_step = StripedTrainer.train_step
@@ -22,5 +22,5 @@ def signalled(self: StripedTrainer, *args: object) -> None:
 
 if __name__ == "__main__":
     StripedTrainer.train_step = signalled  # type: ignore[method-assign]
-    preemption.listen()
+    signals.listen()
     main(sys.argv[1:])

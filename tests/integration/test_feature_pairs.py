@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from recipes.preflight import load_config
-from recipes.process.preemption import EXIT_STATUS
+from recipes.process.signals import EXIT_STATUS
 from tests.helpers.faults import Disturbed
 from tests.helpers.hf_models import make_model, save_model
 from tests.helpers.runs import RECIPE, ROOT
