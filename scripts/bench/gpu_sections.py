@@ -221,9 +221,11 @@ def hops(sizes: Sizes) -> Iterator[Row]:
     """Keys and values sent to this GPU itself beside a kernel: what of a hop is not hidden."""
     # The dry run's backend moves nothing.
     backend = "nccl" if sizes.device == "cuda" else "fake"
+    store: dist.Store = dist.FileStore(f"{tempfile.mkdtemp()}/store", 1)
     if backend == "fake":
-        from torch.testing._internal.distributed import fake_pg  # noqa: F401, registers it
-    store = dist.FileStore(f"{tempfile.mkdtemp()}/store", 1)
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        store = FakeStore()
     dist.init_process_group(backend, store=store, rank=0, world_size=1)
     kernel = sizes.able(packed=False)[0]
     yardsticks = Yardsticks(sizes.case(kernel, 1, sizes.hop_rows), wall_clock(sizes.device))

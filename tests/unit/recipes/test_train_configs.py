@@ -181,7 +181,7 @@ def test_fits_its_hardware(name):
 @pytest.mark.parametrize("name", RECIPES)
 def test_rope_equals_hugging_face(name):
     rope = settings_of(name).rope
-    config = hugging_face_config(rope, head_dim=128)
+    config = hugging_face_config(rope)
     if rope.scaling == "none":
         expected, factor = 1 / rope.theta ** (torch.arange(0, 128, 2) / 128), 1.0
     else:

@@ -1,12 +1,19 @@
 """Which checkpoint a run loads when a save did not finish: only finished ones count."""
 
+import pickle
 from pathlib import Path
 
 import pytest
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    Metadata,
+)
 
 from recipes.checkpoint.files import (
     exported_steps,
     finished_steps,
+    read_metadata,
     step_folders,
     step_to_load,
 )
@@ -74,3 +81,26 @@ def test_an_export_without_its_last_file_is_none(tmp_path: Path) -> None:
         (tmp_path / f"step-{step}" / "model.safetensors.index.json").touch()
     (tmp_path / "step-1" / "config.json").touch()
     assert exported_steps(tmp_path) == {1}
+
+
+class _ByName:
+    """Pickled as Python 3.11.0 to 3.11.3 pickle the members of an enumeration."""
+
+    def __init__(self, kind: type, name: str) -> None:
+        self.reduced = getattr, (kind, name)
+
+    def __reduce__(self) -> tuple:
+        return self.reduced
+
+
+def write_metadata(folder: Path, member: object) -> None:
+    metadata = Metadata({"a": BytesStorageMetadata()}, storage_data={}, planner_data={"a": member})
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def test_members_of_enumerations_are_read_as_every_python_writes_them(tmp_path: Path) -> None:
+    write_metadata(tmp_path, _ByName(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT"))
+    read_metadata(tmp_path)
+    write_metadata(tmp_path, _ByName(Metadata, "__init__"))
+    with pytest.raises(ValueError, match=r"names builtins\.getattr, which no checkpoint does"):
+        read_metadata(tmp_path)
