@@ -354,6 +354,26 @@ def test_what_cannot_be_sharded_is_refused():
     run_ranks(2, check_what_cannot_be_sharded)
 
 
+def check_compiled() -> None:
+    mesh = ring_mesh(2)
+    q, k, v = (x[:, :, :6] for x in random_inputs(1, (4, 2), 12, 8, torch.float32)[:3])
+    projection = torch.nn.Linear(8, 8)
+
+    def block(q, k, v, documents):
+        return projection(ring_attention(projection(q), k, v, mesh=mesh, documents=documents))
+
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    for documents in (None, Documents.from_cu_seqlens([[0, 5, 12]])):
+        want, got = (f(q, k, v, documents) for f in (block, compiled))
+        check_close("out", got.detach(), want.detach())
+        want, got = (torch.autograd.grad(x.sum(), projection.weight)[0] for x in (want, got))
+        check_close("gradient", got, want)
+
+
+def test_compile_fullgraph():
+    run_ranks(2, check_compiled)
+
+
 def check_endurance(iterations: int) -> None:
     mesh = ring_mesh(dist.get_world_size())
     q, k, v, grad_out = (

@@ -28,7 +28,7 @@ from striped_cp.axes import local_positions
 from tests.distributed.test_ring_attention import attention_through_the_ring
 from tests.helpers.launch import run_ranks
 from tests.helpers.loopback import random_inputs
-from tests.helpers.reference import check_all_close, reference_gradients
+from tests.helpers.reference import check_all_close, check_close, reference_gradients
 
 SEQ_LEN = 24
 DOCUMENTS = Documents.from_cu_seqlens([[0, 3, 24], [0, 13, 14, 24]])
@@ -94,6 +94,21 @@ def check_dtensors() -> None:
             grads = torch.autograd.grad(out, whole[:3], whole[3])
             whole_sequences = [x.full_tensor()[:, :, order.argsort()] for x in (out, *grads)]
             check_all_close(whole_sequences, want, str(names))
+
+
+def check_compiled() -> None:
+    mesh = mesh_of(2, 2)
+    q, k, v = (x[:, :, :6] for x in random_inputs(1, (4, 2), SEQ_LEN, 8, torch.float32)[:3])
+    projection = nn.Linear(8, 8)
+
+    def block(q, k, v):
+        return projection(ring_attention(projection(q), k, v, mesh=mesh))
+
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    want, got = (f(q, k, v) for f in (block, compiled))
+    check_close("out", got.detach(), want.detach())
+    want, got = (torch.autograd.grad(x.sum(), projection.weight)[0] for x in (want, got))
+    check_close("gradient", got, want)
 
 
 class Block(nn.Module):
@@ -175,6 +190,7 @@ def check_all() -> None:
     check_parity()
     check_shard_and_unshard()
     check_dtensors()
+    check_compiled()
     check_messages()
     check_order_of_collectives()
 

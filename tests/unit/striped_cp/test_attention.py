@@ -39,6 +39,15 @@ def test_one_rank_is_plain_attention():
     check_close("reference", reference_attention(q, k, v), want)
 
 
+def test_gradients_through_autograd():
+    q, k, v, grad_out = random_inputs(2, (4, 2), 12, 8, torch.float64)
+    documents = Documents.from_cu_seqlens([[0, 5, 12], [0, 12]])
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = ring_attention(*leaves, mesh=None, documents=documents, scale=0.3)
+    grads = torch.autograd.grad(out, leaves, grad_out)
+    check_all_close((out, *grads), reference_gradients(q, k, v, grad_out, documents, 0.3))
+
+
 def test_windows_and_sinks_through_autograd():
     q, k, v, grad_out = random_inputs(2, (4, 2), 12, 8, torch.float64)
     documents = Documents.from_cu_seqlens([[0, 5, 12], [0, 12]])

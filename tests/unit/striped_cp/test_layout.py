@@ -77,6 +77,11 @@ def test_length_that_does_not_divide_names_the_nearest():
         Contiguous().positions(2, 3, 0)
 
 
+def test_odd_shard_needs_no_factor_of_two():
+    assert Striped().divisor(3) == HeadTail().divisor(3) == Contiguous().divisor(3) == 3
+    assert Striped(64).divisor(3) == 192
+
+
 @pytest.mark.parametrize("block_size", [0, -1, 2.0, True, "2"])
 def test_block_size_must_be_a_positive_integer(block_size):
     with pytest.raises(ValueError, match="block_size = "):

@@ -24,6 +24,23 @@ def message(toml: str, tmp_path: Path, *args: str, world_size: int | None = None
     return text
 
 
+def test_defaults() -> None:
+    config = load_config([])
+    assert config.model.name == "llama3_striped"
+    assert config.parallelism.context_parallel_load_balancer == "striped"
+    striped = config.striped_cp
+    assert (striped.block_size, striped.rotate_method, striped.kernel) == (1, "ring", "auto")
+    assert config.documents.mask is True
+    rope = config.rope
+    assert (rope.theta, rope.scaling, rope.scaling_factor) == (500000.0, "llama3", 8.0)
+    assert (rope.low_freq_factor, rope.high_freq_factor) == (1.0, 4.0)
+    assert rope.original_max_position_embeddings == 8192
+    memory = config.memory
+    assert (memory.loss_chunk_tokens, memory.mlp_chunk_tokens) == (2048, 0)
+    assert (memory.recompute_attention, memory.offload_checkpoints) == (False, False)
+    assert config.training.dataset == "sample"
+
+
 def test_validation_follows_training_unless_set(tmp_path: Path) -> None:
     toml = "[training]\nseq_len = 96\nlocal_batch_size = 3\n"
     config = load(toml, tmp_path)
@@ -45,10 +62,13 @@ def test_command_line_wins_over_the_file(tmp_path: Path) -> None:
     ("section", "line", "allowed"),
     [
         ("parallelism", 'context_parallel_degree = "2"', "an integer"),
+        ("parallelism", "context_parallel_degree = 2.0", "an integer"),
         ("parallelism", "context_parallel_degree = true", "an integer"),
         ("parallelism", "context_parallel_degree = 0", "at least 1"),
         ("parallelism", "data_parallel_shard_degree = 0", "-1 or at least 1"),
         ("parallelism", 'context_parallel_load_balancer = ""', '"striped", "headtail"'),
+        ("parallelism", 'context_parallel_load_balancer = "None"', '"striped", "headtail"'),
+        ("parallelism", 'context_parallel_load_balancer = "ptrr"', '"striped", "headtail"'),
         ("parallelism", 'context_parallel_rotate_method = "allgather"', "leave it unset"),
         ("parallelism", 'context_parallel_rotate_method = "bogus"', '"allgather", "alltoall"'),
         ("parallelism", "expert_parallel_degree = 2", "1"),

@@ -46,6 +46,14 @@ def test_flops_are_those_of_torchtitan():
     assert args.get_nparams_and_flops(model, 512) == theirs
 
 
+def test_pairs_count_documents_as_they_are():
+    shape = flavor("8B").shape
+    assert shape.visible_pairs([8, 8]) == 2 * 36
+    # Documents of 3 and 5 tokens, and one of 8; repeated ends are no documents.
+    boundaries = torch.tensor([[0, 3, 8, 8], [0, 8, 8, 8]])
+    assert shape.visible_pairs(boundaries.diff(dim=1).numpy()) == (6 + 15) + 36
+
+
 def test_pairs_are_those_in_the_windows_of_the_layers():
     # Four layers: two of window 3, one of 6, one of all.
     shape = dataclasses.replace(flavor("debugmodel").shape, windows=(3, None, 6))

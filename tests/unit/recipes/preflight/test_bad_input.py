@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from recipes.data.shards import MANIFEST, read_json, write_json
+from recipes.data.tokens import tokenizer_identity
 from recipes.launch import main
 from recipes.models.decoder.model import Transformer
 from recipes.preflight import load_config
@@ -46,7 +47,14 @@ def refusal(
 
 # A TOML file's text, and what the line must say.
 FILES = [
+    ("[training\n", "not valid TOML"),
     ("[training]\nsteps = 1\nsteps = 2\n", "not valid TOML"),
+    ("[trainning]\nsteps = 1\n", "did you mean training?"),
+    ("[training]\nlocal_batchsize = 1\n", "did you mean training.local_batch_size?"),
+    ("training = 1\n", "a table [training]"),
+    ("[training]\nsteps = true\n", "training.steps = true: wrong type"),
+    ('[training]\nsteps = "10"\n', 'training.steps = "10": wrong type'),
+    ("[training]\nseq_len = 1e6\n", "training.seq_len = 1000000.0: wrong type"),
     ("[training]\nsteps = 2024-01-01\n", "training.steps = 2024-01-01: wrong type"),
     ("[training]\nsteps = [1]\n", "training.steps = [1]: wrong type"),
     (f"[optimizer]\nlr = {10**400}\n", "wrong type or value; allowed: a number"),
@@ -56,6 +64,8 @@ FILES = [
     ('[job]\ndump_folder = "a\\u0000b"\n', "cannot be written to (it has a null byte)"),
     ('[checkpoint]\nfolder = "../elsewhere"\n', "not a folder in job.dump_folder"),
     ('[metrics]\nsave_tb_folder = "/etc"\n', "not a folder in job.dump_folder"),
+    ('[metrics]\nsave_tb_folder = ""\n', "not a folder in job.dump_folder"),
+    ('[training]\ndataset = "../../etc"\n', "unknown dataset"),
     (
         '[activation_checkpoint]\nmode = "selective"\nselective_ac_option = "\u00b2"\n',
         "selective_ac_option",
@@ -63,6 +73,10 @@ FILES = [
     ("[training]\ndataset_path = 5\n", "training.dataset_path = 5: wrong type"),
     ("[checkpoint]\nexclude_from_loading = [1]\n", "a list, each a string"),
     ('[checkpoint]\nasync_mode = "on"\n', '"disabled", "async", "async_with_pinned_mem"'),
+    (
+        '[model]\nflavor = "7B"\n',
+        '"debugmodel_tied", "1B", "3B", "8B", "70B", "405B"',
+    ),
     (
         '[experimental]\ncustom_import = "os"\n',
         "--experimental.custom_import os on the command line",
@@ -95,19 +109,34 @@ def test_a_file_that_is_not_there(monkeypatch, capfd, name: str, what: str) -> N
 
 # One setting of the command line, over a recipe that works, and what the line must say.
 SETTINGS = [
+    ("training.steps", "0", "at least 1"),
     ("training.steps", "99999999999999999999", "an integer of 64 bits"),
+    ("training.local_batch_size", "99999999999999999999", "an integer of 64 bits"),
+    ("debug.seed", "99999999999999999999", "an integer of 64 bits"),
     ("comm.init_timeout_seconds", "99999999999999", "1 to 1000000000"),
     ("comm.train_timeout_seconds", "0", "1 to 1000000000"),
+    ("training.steps", "many", "training.steps"),
+    ("training.seq_len", "1023", "nearest 1022 and 1024"),
+    ("training.seq_len", "1000000", "rope.extrapolate"),
     ("training.local_batch_size", "-1", "at least 1"),
+    ("training.global_batch_size", "6", "multiples of 4"),
+    ("training.max_norm", "-1", "above 0"),
+    ("training.dataset", "sampel", '"sample", "local" with dataset_path'),
     ("checkpoint.load_step", "ten", "wrong type or value; allowed: an integer of 64 bits"),
     ("optimizer.lr", "fast", "wrong type or value; allowed: a number"),
+    ("training.datset", "local", "did you mean training.dataset?; allowed: the keys of [training]"),
     ("training.local_batch_size", str(2**62), "out of range; allowed: at most 1048576"),
     ("training.dataloader.num_workers", "1000000000", "out of range; allowed: at most 1024"),
+    ("training.dataloader.prefetch_factor", str(2**62), "out of range"),
     ("comm.trace_buf_size", str(2**63 - 1), "out of range; allowed: at most 2147483647"),
     ("metrics.save_tb_folder", "x" * 300, "cannot be written to (File name too long)"),
     ("model.hf_assets_path", "no/folder", f"no such folder in {ROOT}"),
     ("training.dataset", "../..", '"sample", "local" with dataset_path'),
+    ("training.dataset", "local", "training.dataset_path = null"),
+    ("training.dataset_path", "somewhere", 'with dataset = "local"'),
     ("training.dataset_path", "", "out of range; allowed: not empty"),
+    ("training.text_column", "body", 'allowed: "text"'),
+    ("training.dataset_subset", "en", "with a Hugging Face dataset"),
     ("training.dataloader.num_workers", "-1", "at least 0"),
     ("training.dataloader.prefetch_factor", "0", "at least 1"),
     ("training.dataloader.persistent_workers", None, "the workers are threads"),
@@ -132,22 +161,40 @@ SETTINGS = [
     ("checkpoint.async_mode", "async_with_pinned_mem", '"disabled", "async"'),
     ("checkpoint.folder", "", "not a folder in job.dump_folder"),
     ("checkpoint.create_seed_checkpoint", None, "set checkpoint.enable = true"),
+    ("checkpoint.initial_load_path", "no/where", "checkpoint.enable"),
     ("job.dump_folder", "", "empty"),
     ("job.dump_folder", "README.md/below", "cannot be written to (Not a directory)"),
     ("job.dump_folder", "/proc/nowhere", "cannot be written to"),
+    ("model.hf_assets_path", "no/where", "no such folder"),
     ("model.hf_assets_path", "train_configs", "no tokenizer can be read"),
+    ("model.converters", "float8", '"quantize.linear.float8"'),
     ("compile.backend", "onnx", '"inductor"'),
     ("compile.components", "everything", '"model", "loss"'),
+    ("activation_checkpoint.mode", "memory_budget", "compile.enable = true"),
     ("activation_checkpoint.memory_budget", "1.5", "0 to 1"),
+    ("parallelism.context_parallel_degree", "4", "does not divide 2 ranks"),
+    ("parallelism.context_parallel_degree", "3", "nearest 1023 and 1026"),
     ("parallelism.tensor_parallel_degree", "0", "at least 1"),
+    ("parallelism.data_parallel_shard_degree", "2", "the ranks are 2"),
+    ("parallelism.pipeline_parallel_schedule", "1F2B", '"1F1B"'),
     ("parallelism.pipeline_parallel_layers_per_stage", "0", "at least 1"),
     ("parallelism.enable_async_tensor_parallel", None, "needs tensor_parallel_degree above 1"),
+    ("parallelism.context_parallel_rotate_method", "alltoall", "striped_cp.rotate_method"),
+    ("striped_cp.block_size", "0", "at least 1"),
     ("striped_cp.ulysses_degree", "0", "at least 1"),
     ("striped_cp.ulysses_degree", "3", "does not divide parallelism.context_parallel_degree = "),
+    ("striped_cp.block_size", "1024", "nearest 2048"),
     ("striped_cp.kernel", "flash", "striped_cp.kernel = "),
     ("rope.theta", "0", "above 0"),
+    ("rope.low_freq_factor", "4", "below rope.high_freq_factor"),
+    ("documents.shuffle_seed", "1", "scripts/prepare_documents.py"),
+    ("memory.loss_chunk_tokens", "-5", "at least 0"),
+    ("memory.recompute_attention", None, "no effect with"),
+    ("memory.offload_checkpoints", None, 'activation_checkpoint.mode = "full"'),
     ("comm.mode", "local_tensor", "scripts/plan.py"),
+    ("fault_tolerance.enable", None, "in an experiment only"),
     ("debug.seed", "-1", "at least 0"),
+    ("debug.sede", "1", "debug.sede"),
 ]
 
 
@@ -156,6 +203,14 @@ def test_settings(monkeypatch, capfd, key: str, value: str | None, expected: str
     line = refusal(monkeypatch, capfd, f"--{key}", *([] if value is None else [value]))
     assert key in line
     assert expected in line
+
+
+def test_validation_has_its_own_length_and_data(monkeypatch, capfd) -> None:
+    on = ("--validation.enable", "--validation.seq_len")
+    assert "multiples of 2 (nearest 510 and 512)" in refusal(monkeypatch, capfd, *on, "511")
+    assert "at most 1024" in refusal(monkeypatch, capfd, *on, "2048")
+    line = refusal(monkeypatch, capfd, "--validation.enable", "--validation.dataset", "c5")
+    assert "validation.dataset" in line
 
 
 @pytest.mark.parametrize(
@@ -320,6 +375,7 @@ def local(path: Path | str) -> tuple[str, ...]:
     ("name", "content", "expected"),
     [
         ("books", None, "no such file"),
+        ("*.parquet", None, "no such file"),
         ("books.pdf", b"%PDF", "of an unknown kind"),
         ("empty/readme.md", b"", "no file of a kind that can be read"),
     ],
@@ -348,9 +404,12 @@ def test_prepared_folders(monkeypatch, capfd, tmp_path, manifest: str, expected:
 
 
 def test_documents_prepared_with_another_tokenizer(monkeypatch, capfd, tmp_path) -> None:
-    write_prepared(tmp_path, NumberTokenizer(), [range(5)])
+    tokenizer = NumberTokenizer()
+    write_prepared(tmp_path, tokenizer, [range(5)])
     line = refusal(monkeypatch, capfd, *local(tmp_path))
-    assert "was prepared with the tokenizer elsewhere (" in line
+    assert (
+        f"was prepared with the tokenizer elsewhere ({tokenizer_identity(tokenizer)[:12]})" in line
+    )
     manifest = read_json(tmp_path / MANIFEST)
     (shard,) = manifest["shards"]
     write_json(tmp_path / MANIFEST, manifest | {"shards": [shard | {"bytes": 1}]})

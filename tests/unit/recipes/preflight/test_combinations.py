@@ -76,12 +76,43 @@ REFUSED = [
     (f"{CP2} {EMULATED} {PRECOMPUTE}", 2, ["precompute_float8", "enable_fsdp_float8_all_gather"]),
     (f"{CP2} --model.converters quantize.linear.mx", 2, ["model.converters", "MXFP8"]),
     (
+        f"{CP2} {EMULATED} --quantize.linear.float8.filter_fqns wq",
+        2,
+        ["memory.loss_chunk_tokens", "quantize.linear.float8"],
+    ),
+    (
+        f"{TP2} --parallelism.disable_loss_parallel --memory.loss_chunk_tokens 2048",
+        2,
+        ["memory.loss_chunk_tokens", "disable_loss_parallel"],
+    ),
+    (f"{CP2} {FULL} {COMPILE} --memory.offload_checkpoints", 2, ["offload", "compile.components"]),
+    (
+        f"{TP2} --parallelism.data_parallel_replicate_degree 2 "
+        "--parallelism.data_parallel_shard_degree 1",
+        4,
+        ["data_parallel_replicate_degree = 2", "data_parallel_shard_degree"],
+    ),
+    (f"{TP2} {CP2} --training.seq_len 66", 4, ["seq_len = 66", "multiples of 4", "64 and 68"]),
+    (f"{CP2} --training.seq_len 65", 2, ["seq_len = 65", "multiples of 2", "64 and 66"]),
+    (
+        f"{CP2} --training.seq_len 66 --striped_cp.block_size 8",
+        2,
+        ["seq_len = 66", "striped_cp.block_size = 8", "64 and 80"],
+    ),
+    (
+        "--parallelism.enable_async_tensor_parallel",
+        1,
+        ["enable_async_tensor_parallel", "tensor_parallel_degree"],
+    ),
+    (
         f"{CP2} --striped_cp.kernel cudnn --debug.deterministic",
         2,
         ['striped_cp.kernel = "cudnn"', "debug.deterministic"],
     ),
 ]
 ACCEPTED = [
+    (f"{CP2} --training.seq_len 6", 2),
+    ("--parallelism.context_parallel_degree 3 --training.seq_len 9", 3),
     (f"{TP2} {CP2} --training.seq_len 12", 4),
     (f"{TP2} {CP2} {BFLOAT16}", 4),
     (f"{TP2} {BFLOAT16} --training.dtype bfloat16", 2),

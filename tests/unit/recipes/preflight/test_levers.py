@@ -43,6 +43,7 @@ FLOAT8 = ["--model.converters", "quantize.linear.float8"]
             ],
             ["memory.loss_chunk_tokens = 2048", "parallelism.disable_loss_parallel"],
         ),
+        (["--memory.loss_chunk_tokens", "-1"], ["memory.loss_chunk_tokens = -1", "at least 0"]),
     ],
 )
 def test_refused(overrides, names):
