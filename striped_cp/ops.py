@@ -23,7 +23,7 @@ from .kernels.base import BackwardInputs, Inputs, TileAttention
 from .layout import layout_from_spec
 from .observer import observed
 from .process_group import ProcessGroupRing
-from .ring import Buffers, Ring
+from .ring import Buffers, Ring, SingleRing
 from .tiles import Tile, tiles_of_rank
 
 # Receive buffers of every ring, for as long as its process group lives.
@@ -32,7 +32,7 @@ _buffers: WeakKeyDictionary[dist.ProcessGroup, Buffers] = WeakKeyDictionary()
 
 def _ring(group_name: str) -> Ring:
     if not group_name:
-        return Ring(0, 1)
+        return SingleRing()
     group = Axis(group_name).group()
     return ProcessGroupRing(group, _buffers.setdefault(group, {}))
 

@@ -5,6 +5,7 @@ Over torch.distributed (process_group.py), or all P ranks as threads of one proc
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -21,8 +22,8 @@ class Pending(Protocol):
     def wait(self) -> None: ...
 
 
-class Ring:
-    """One rank's end of the ring; of a ring of one rank all of it, since nothing travels there.
+class Ring(ABC):
+    """One rank's end of the ring.
 
     Tensors passed in are contiguous, of the same shapes and dtypes on all ranks, and all ranks make
     the same calls in the same order.
@@ -33,19 +34,19 @@ class Ring:
         self.world_size = world_size
         self._buffers: Buffers = {} if buffers is None else buffers
 
+    @abstractmethod
     def shift(
         self, send: Sequence[Tensor], receive: Sequence[Tensor], distance: int = 1
     ) -> Pending:
         """Post a hop: `send` to rank + distance, `receive` filled from rank - distance."""
-        raise NotImplementedError
 
+    @abstractmethod
     def all_gather(self, out: Tensor, x: Tensor) -> Pending:
         """Post out[r] = x of rank r; out (P, *x.shape)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def all_to_all(self, out: Tensor, x: Tensor) -> Pending:
         """Post out[r] = x[own rank] of rank r; both (P, ...)."""
-        raise NotImplementedError
 
     def buffers(self, role: str, slot: int, like: Sequence[Tensor]) -> Tensors:
         """Receive buffers, the same ones in every ring step of every layer."""
@@ -56,3 +57,21 @@ class Ring:
         ):
             held = self._buffers[role, slot] = tuple(torch.empty_like(x) for x in like)
         return held
+
+
+class SingleRing(Ring):
+    """A ring of one rank: nothing travels."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+
+    def shift(
+        self, send: Sequence[Tensor], receive: Sequence[Tensor], distance: int = 1
+    ) -> Pending:
+        raise AssertionError("a ring of one rank has no neighbours")
+
+    def all_gather(self, out: Tensor, x: Tensor) -> Pending:
+        raise AssertionError("a ring of one rank has nothing to gather")
+
+    def all_to_all(self, out: Tensor, x: Tensor) -> Pending:
+        raise AssertionError("a ring of one rank has nothing to exchange")
