@@ -116,9 +116,9 @@ class ShardFolder:
                 raise ValueError(f"{path}: cannot be read ({error}); {remedy}") from None
             row = 0
             for lists in table["tokens"].chunks:
+                self._lists.append(lists)
                 self._places.append((str(path), row))
                 row += len(lists)
-            self._lists += table["tokens"].chunks
         self._ends = np.cumsum([len(lists) for lists in self._lists], dtype=np.int64)
 
     def __len__(self) -> int:

@@ -51,7 +51,7 @@ def check_fit(config: Any, section: str, sources: Sequence[Source], tokenizer: A
             else:
                 warnings += _check_eos(document.place, tokens, tokenizer)
                 cause = "labels or loss_mask beside the ids"
-            if section != "evaluation":
+            if section != "evaluation" and not are_targets(tokens).any():
                 warnings += _check_labels(source, tokenizer, loss_on, cause)
     if section == "training" and loss_on != "all" and not conversations:
         why = "training reads no conversations"
@@ -60,6 +60,7 @@ def check_fit(config: Any, section: str, sources: Sequence[Source], tokenizer: A
 
 
 def _check_labels(source: Source, tokenizer: Any, loss_on: str, cause: str) -> list[str]:
+    """Of a source whose first document has no label: whether the next ones have."""
     places = []
     for _, document in islice(source.documents(0, None, rank=0, degree=1), _LOOKED_AT):
         if are_targets(encode(tokenizer, document, loss_on)).any():
